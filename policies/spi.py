@@ -1,0 +1,275 @@
+"""What a plugin author imports: the hook marker, the Protocols a policy implements, and ``PolicySpec`` to register one.
+
+Colours are fixed: a Protocol's method is either async or sync, never "maybe". Scheduling, routing, admission and
+cache_scope are synchronous and pure; auth and quota are async and may do I/O, within the time budget of their caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+
+import pluggy
+from pydantic import BaseModel, ConfigDict
+
+from policies.types import (
+    AdmissionDecision,
+    AuthRequest,
+    CacheScope,
+    Charge,
+    Job,
+    JobEvent,
+    JobId,
+    Pick,
+    Principal,
+    QueueSnapshot,
+    QuotaDecision,
+    RequeueReason,
+    RouteDecision,
+    Usage,
+    WorkerView,
+)
+
+PROJECT = "forebay"
+ENTRY_POINT_GROUP = "forebay.plugins"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+Json = dict[str, Any]
+Kind = Literal["auth", "quota", "cache_scope", "scheduling", "routing", "admission"]
+KINDS: tuple[Kind, ...] = ("auth", "quota", "cache_scope", "scheduling", "routing", "admission")
+
+
+class AuthError(Exception):
+    """The credential is missing or not valid: the caller gets 401. The message stays in the gateway's own log."""
+
+
+class PolicyUnavailableError(Exception):
+    """A policy's dependency is down: the caller gets 503 with Retry-After. Raising anything else does the same."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class PolicyConfigError(ValueError):
+    """A factory refuses its configuration. ``path`` is relative to the policy's ``with:`` block."""
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class PolicyConfig(BaseModel):
+    """Base of every policy's config model: unknown keys are errors, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NoConfig(PolicyConfig):
+    """For a policy without settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What a factory gets beside its config. Nothing else of the gateway is reachable from a policy."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    """The process environment, for ``*_env`` settings: secrets come from env or files, never from YAML."""
+    base_dir: str = "."
+    """Folder of the YAML file; relative paths start here."""
+    listen_host: str = "127.0.0.1"
+    tenant_from_claims: Callable[[Mapping[str, Any]], str | None] | None = None
+    """The ``forebay_tenant_from_claims`` hook, when a plugin implements it."""
+    fetch_json: Callable[[str], Any] | None = None
+    """An async HTTP GET that returns parsed JSON (for JWKS), injected by the gateway."""
+    build: Callable[[Kind, str, Mapping[str, Any]], Any] | None = None
+    """Builds another policy of the same registry, for composites (``chain``, ``hierarchical``)."""
+    server_secret: bytes = b""
+    """Key of the cache scopes' HMAC."""
+
+
+@runtime_checkable
+class AuthPolicy(Protocol):
+    """Verifies a credential. Raising anything but AuthError, or overrunning the time budget, fails closed (503)."""
+
+    async def authenticate(self, request: AuthRequest) -> Principal:
+        """Return the verified caller. Raises AuthError (401) or PolicyUnavailableError (503)."""
+        ...
+
+
+@runtime_checkable
+class QuotaPolicy(Protocol):
+    """One reservation serves quota and scheduler: taken before the queue, settled once in a shielded ``finally``."""
+
+    async def reserve(self, job: Job, now: float) -> QuotaDecision:
+        """Take request, token and concurrency units for ``job`` in one step, all or nothing. Idempotent per job id."""
+        ...
+
+    async def settle(self, job_id: JobId, usage: Usage, now: float) -> Mapping[str, Any]:
+        """Replace the reservation by what really ran and free its slot. Unknown or settled ids are no-ops.
+
+        Returns figures for the span: at least ``refunded`` (tokens given back; negative when more ran than reserved).
+        """
+        ...
+
+    def dump(self) -> Json:
+        """State that must survive a swap: buckets and open reservations."""
+        ...
+
+    def load(self, state: Json) -> None:
+        """Take over another instance's ``dump()``; unknown keys are ignored."""
+        ...
+
+
+@runtime_checkable
+class CacheScopePolicy(Protocol):
+    """Decides in whose namespace a job's prefix blocks live. Pure: same principal and epoch, same scope."""
+
+    def scope(self, principal: Principal, epoch: int) -> CacheScope:
+        """The scope of this caller. ``epoch`` is the tenant's; bumping it makes the old scope unreachable."""
+        ...
+
+
+Fits = Callable[[Job], bool]
+"""May this job be dispatched now? O(1), no side effect."""
+
+
+@runtime_checkable
+class SchedulingPolicy(Protocol):
+    """Order of the queue. No clock, no I/O, no logging, no randomness that is not seeded by config.
+
+    Never loses, duplicates or starves a job. O(log n) per operation in queued jobs and tenants.
+    """
+
+    def push(self, job: Job, now: float) -> None:
+        """Enqueue. Raises ValueError for an id that is already queued."""
+        ...
+
+    def pop(self, now: float, fits: Fits) -> Job | None:
+        """Remove and return the job to run next, or None.
+
+        A head that does not fit must not block other tenants' heads.
+        """
+        ...
+
+    def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:
+        """Put back a popped job at the front of its tenant's line; what it was charged stays charged."""
+        ...
+
+    def discard(self, job_id: JobId) -> bool:
+        """Remove a queued job (client gone, expired). False when it is not queued."""
+        ...
+
+    def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
+        """Account work that ran. Legal for a job this instance never popped (after a swap). ``final`` comes once."""
+        ...
+
+    def drain(self) -> list[Job]:
+        """Remove and return all queued jobs, in an order whose replay through ``push`` keeps each tenant's order."""
+        ...
+
+    def dump(self) -> Json:
+        """Service state (counters, weights) as JSON values; queued jobs are not part of it."""
+        ...
+
+    def load(self, state: Json) -> None:
+        """Take over counters from another policy's ``dump()``. Keys this policy does not know are ignored."""
+        ...
+
+    def explain(self, job: Job) -> Pick:
+        """Why the job last popped was picked, in a few words for the trace. Legal right after ``pop`` returned it."""
+        ...
+
+    def __len__(self) -> int:
+        """Queued jobs."""
+        ...
+
+
+@runtime_checkable
+class RoutingPolicy(Protocol):
+    """Picks one of the workers that can take the job now. May keep small bounded state (an index, a cursor)."""
+
+    def choose(self, job: Job, workers: Sequence[WorkerView], now: float) -> RouteDecision:
+        """``workers`` is never empty. Must return the name of one of them."""
+        ...
+
+
+@runtime_checkable
+class AdmissionPolicy(Protocol):
+    """Refuses early what could not be served in time."""
+
+    def check(self, job: Job, queue: QueueSnapshot, now: float) -> AdmissionDecision:
+        """Decide before quota is touched."""
+        ...
+
+
+C = TypeVar("C", bound=PolicyConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """One registered policy: ``policies.<kind>: {use: <name>, with: <config>}``."""
+
+    kind: Kind
+    name: str
+    config: type[PolicyConfig]
+    factory: Callable[[Any, PolicyContext], Any]
+    """Called with a validated ``config`` instance and the context; returns an object of the kind's Protocol."""
+    summary: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherSpec:
+    """One way to start workers: ``launch: {use: <name>}``. ``target`` is ``module:attribute``, imported when used."""
+
+    name: str
+    target: str
+    summary: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One model architecture a worker can load. ``target`` is ``module:attribute``: listing models loads no torch."""
+
+    architecture: str
+    target: str
+    summary: str = ""
+
+
+PROTOCOLS: Mapping[Kind, type] = {
+    "auth": AuthPolicy,
+    "quota": QuotaPolicy,
+    "cache_scope": CacheScopePolicy,
+    "scheduling": SchedulingPolicy,
+    "routing": RoutingPolicy,
+    "admission": AdmissionPolicy,
+}
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "KINDS",
+    "PROTOCOLS",
+    "AdmissionPolicy",
+    "AuthError",
+    "AuthPolicy",
+    "CacheScopePolicy",
+    "Fits",
+    "JobEvent",
+    "Json",
+    "Kind",
+    "LauncherSpec",
+    "ModelSpec",
+    "NoConfig",
+    "PolicyConfig",
+    "PolicyConfigError",
+    "PolicyContext",
+    "PolicySpec",
+    "PolicyUnavailableError",
+    "QuotaPolicy",
+    "RoutingPolicy",
+    "SchedulingPolicy",
+    "hookimpl",
+    "hookspec",
+]

@@ -1,0 +1,258 @@
+"""The words everyone shares: gateway, policies and plugins speak in these types and no others.
+
+Rules
+- Everything here is frozen. A policy sees values, never live objects of the gateway.
+- No text, no token ids: a policy can decide without them, so it never gets them (privacy by construction).
+- Times are seconds of one monotonic clock that the caller passes as ``now``; nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NewType
+
+JobId = NewType("JobId", str)
+TenantId = NewType("TenantId", str)
+PrefixKey = NewType("PrefixKey", bytes)
+"""One link of the scoped prefix chain (DESIGN §7): a keyed digest, useless to anybody without the server secret."""
+
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who calls, as the auth policy verified it. Nothing in a request body or another header can change it."""
+
+    tenant: TenantId
+    user: str | None = None
+    groups: frozenset[str] = frozenset()
+    roles: frozenset[str] = frozenset()
+    method: str = "none"
+    key_id: str | None = None
+    """A short hash that names the credential in spans and audit, never the credential."""
+    expires_at: float | None = None
+    """Unix time at which the credential ends; None when it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuthRequest:
+    """What an auth policy may look at. Header names are lower case."""
+
+    headers: Mapping[str, str]
+    client_host: str | None = None
+
+    @property
+    def bearer(self) -> str | None:
+        """The credential of ``Authorization: Bearer …``, or None."""
+        scheme, _, token = self.headers.get("authorization", "").partition(" ")
+        return token.strip() or None if scheme.lower() == "bearer" else None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScope:
+    """The namespace in which a job's prefix blocks live. ``key`` = HMAC(server secret, tenant ‖ name ‖ epoch)."""
+
+    name: str
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A tenant's limits; None means unlimited. ``concurrent`` counts queued and running requests."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent: int | None = None
+    max_output_tokens: int | None = None
+    max_context_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request as policies see it. Made once, by gateway.intake; never changed afterwards."""
+
+    id: JobId
+    tenant: TenantId
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    """Most output tokens it may produce, over all its choices."""
+    arrived_at: float
+    weight: float = 1.0
+    user: str | None = None
+    groups: frozenset[str] = frozenset()
+    service_class: str = "interactive"
+    priority: int = 0
+    """Higher goes first, for policies that look at it. From the class; a caller may only lower it."""
+    deadline: float | None = None
+    max_wait_s: float | None = None
+    """Longest time it may queue; the queue core expires it afterwards."""
+    adapter: str | None = None
+    requires: Mapping[str, str] = field(default_factory=lambda: _NO_LABELS)
+    """Labels a worker pool must carry to run it."""
+    cache_scope: CacheScope = field(default_factory=lambda: CacheScope("none", b""))
+    prefix_keys: tuple[PrefixKey, ...] = ()
+    """Chain keys of the prompt's full blocks, first to last, for locality and affinity."""
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def total_tokens(self) -> int:
+        """Most tokens it can occupy: what quota reserves and what must fit in a worker."""
+        return self.prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a job cost *since the last charge*: only work that ran and that the caller benefits from.
+
+    Recomputed tokens, rejected drafts and tokens past a stop are in none of the three.
+    """
+
+    prompt: int = 0
+    """Prompt tokens computed."""
+    cached: int = 0
+    """Prompt tokens served from the prefix cache."""
+    output: int = 0
+    """Output tokens produced."""
+
+    def __add__(self, other: Charge) -> Charge:
+        return Charge(self.prompt + other.prompt, self.cached + other.cached, self.output + other.output)
+
+    def __sub__(self, other: Charge) -> Charge:
+        return Charge(self.prompt - other.prompt, self.cached - other.cached, self.output - other.output)
+
+    @property
+    def total(self) -> int:
+        """Tokens of all kinds."""
+        return self.prompt + self.cached + self.output
+
+
+Usage = Charge
+"""A job's cumulative figures: the sum of its charges."""
+
+
+@dataclass(frozen=True, slots=True)
+class LimitState:
+    """One limit as a caller may see it in ``x-ratelimit-*`` headers."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaDecision:
+    """Answer of ``QuotaPolicy.reserve``. A refusal has taken nothing from any limit."""
+
+    admitted: bool
+    limit: str | None = None
+    """Which limit refused: ``requests_per_minute``, ``tokens_per_minute``, ``concurrent`` …"""
+    cost: int = 0
+    retry_after_s: float | None = None
+    """Seconds after which the same request would pass, all else equal; None with ``never``."""
+    never: bool = False
+    """True when it could not pass even with an idle, full quota: the caller gets 400, not an eternal 429."""
+    remaining: Mapping[str, LimitState] = field(default_factory=dict)
+    """Keys ``requests`` and ``tokens``, as in the headers."""
+
+
+class RequeueReason(StrEnum):
+    """Why a popped job comes back to the queue."""
+
+    WORKER_LOST = "worker_lost"
+    WORKER_REFUSED = "worker_refused"
+    SWAP = "swap"
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSnapshot:
+    """What an admission policy may look at; the queue core makes it in O(1)."""
+
+    queued: int
+    queued_tenant: int
+    queued_tokens: int
+    """Prompt + max output tokens of all queued jobs."""
+    queued_tokens_tenant: int
+    tenant_share: float
+    """The tenant's weight over the weights of tenants with queued work, itself included; in (0, 1]."""
+    service_rate: float | None
+    """Tokens per second the model's workers lately delivered; None before there is a measurement."""
+    workers_ready: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionDecision:
+    """Answer of ``AdmissionPolicy.check``."""
+
+    admitted: bool
+    reason: str | None = None
+    """Machine-readable, a label of ``forebay_shed_total``: ``queue_full``, ``tenant_queue_full`` …"""
+    retry_after_s: float | None = None
+    predicted_wait_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A worker as a routing policy sees it. Figures are the worker's last report plus what was dispatched since."""
+
+    name: str
+    model: str
+    pool: str
+    labels: Mapping[str, str] = field(default_factory=lambda: _NO_LABELS)
+    inflight: int = 0
+    inflight_tokens: int = 0
+    """Tokens still owed to dispatched jobs (prompt + max output − produced)."""
+    waiting: int = 0
+    max_running: int = 1
+    free_blocks: int = 0
+    """Free + cached blocks: both can take new work."""
+    total_blocks: int = 0
+    block_size: int = 16
+    hot_prefixes: frozenset[PrefixKey] = frozenset()
+    stale_s: float = 0.0
+    """Age of the last report."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """Answer of ``RoutingPolicy.choose``."""
+
+    worker: str
+    reason: str
+    """``prefix``, ``load`` or ``only``."""
+    prefix_hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """What a scheduling policy says of the job it just popped, for the trace: never used to decide."""
+
+    picked_because: str
+    virtual_start: float | None = None
+
+
+class Transition(StrEnum):
+    """The transitions of a job that observers hear of."""
+
+    ADMITTED = "admitted"
+    QUEUED = "queued"
+    DISPATCHED = "dispatched"
+    FIRST_TOKEN = "first_token"  # noqa: S105 - a transition, not a password
+    FINISHED = "finished"
+    SHED = "shed"
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """One transition of one job. ``outcome`` and ``usage`` are set on the last one only."""
+
+    job: Job
+    transition: Transition
+    at: float
+    worker: str | None = None
+    outcome: str | None = None
+    reason: str | None = None
+    usage: Usage | None = None

@@ -1,0 +1,59 @@
+"""The ``engine:`` block of a pool. No torch here: the gateway validates with this model too."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_bytes(value: Any) -> Any:
+    """``"1GiB"`` → 1073741824. Plain integers are bytes. Raises ValueError naming the accepted forms."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if not match or match[2].upper() not in _UNITS:
+            raise ValueError(f"{value!r} is not a size; write a number of bytes or e.g. 512MiB, 1GiB")
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+
+
+class EngineConfig(BaseModel):
+    """How one worker computes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    attention: Literal["auto", "reference", "batched"] = "auto"
+    """``reference`` is the plain fp32 one that all others are measured against."""
+    block_size: int = Field(16, ge=1, le=256)
+    kv_cache: Bytes = 2**30
+    """Bytes for keys and values; whole blocks that fit are made at start."""
+    blocks: int | None = Field(None, ge=2)
+    """Exact number of blocks; overrides ``kv_cache``. For tests and comparisons."""
+    max_step_tokens: int = Field(512, ge=1)
+    """Token budget of one step: decodes first, the rest for prompt chunks."""
+    max_chunk_tokens: int | None = Field(None, ge=1)
+    """Most prompt tokens of one sequence per step; None = up to the step's budget."""
+    max_running: int = Field(64, ge=1)
+    max_context: int | None = Field(None, ge=1)
+    """Longest prompt + output in tokens; None = the model's own limit."""
+    prefix_cache: bool = True
+    mode: Literal["continuous", "static"] = "continuous"
+    """``static`` batches are for comparison: a batch runs to its end before the next is admitted."""
+    kv_cache_reuse: bool = True
+    """False recomputes everything every step (no KV cache), for comparison only."""
+    threads: int | None = Field(None, ge=1)
+    """Compute threads; None = one per core."""
+    seed: int = 0
+
+
+def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, bytes: int) -> int:  # noqa: A002 - the field's word
+    """Bytes that one token's keys and values occupy over all layers (``bytes`` = size of one element)."""
+    return 2 * layers * kv_heads * head_dim * bytes

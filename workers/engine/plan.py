@@ -1,0 +1,70 @@
+"""Between the planner and the model runner: what one step computes, and what came of it. Integers only, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from workers.engine.sequence import Sequence
+from workers.protocol import TokenLogprob
+
+
+@dataclass(slots=True)
+class Chunk:
+    """One sequence's part of a step: tokens ``[start, start + count)`` of ``sequence.tokens`` are computed."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samplers: tuple[Sequence, ...] = ()
+    """Sequences that each sample their next token from the chunk's last row: none while known tokens remain
+    uncomputed, normally the sequence itself, and at the end of a prompt with n > 1 all its choices."""
+
+    @property
+    def is_decode(self) -> bool:
+        """One new token of a sequence whose prompt is computed."""
+        return self.count == 1 and self.start >= self.sequence.prompt_len
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: chunks in batch order, decodes first."""
+
+    step: int
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Blocks to copy (source, destination) before the forward pass: copy on write of a shared partial tail."""
+    zero: list[int] = field(default_factory=list)
+    """Blocks to zero before the forward pass (purged)."""
+
+    @property
+    def tokens(self) -> int:
+        """Rows that go through the linears: exactly the planned tokens, no padding."""
+        return sum(chunk.count for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What one sampler drew: one token, or several when drafts were accepted."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """``sampled`` is parallel to the plan's samplers, flattened in chunk order."""
+
+    sampled: list[Sampled]
+
+
+class Runner(Protocol):
+    """Runs a plan on a device; the simulator's runner only computes how long it would take."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Write keys and values of every chunk, return one ``Sampled`` per sampler. Called on the engine thread."""
+        ...
+
+    def zero_blocks(self, blocks: list[int]) -> None:
+        """Overwrite the keys and values of ``blocks`` with zeros, at once (purge while idle)."""
+        ...

@@ -1,0 +1,71 @@
+"""A sequence: one token line being computed. Worker-private and mutable.
+
+Rules
+- The engine thread is the only writer; nobody else holds a reference.
+- ``tokens`` = prompt + output so far ("known tokens"); ``computed`` of them have keys and values in ``blocks``
+  ("computed tokens"). Every step, computed catches up with known; there is no prefill phase and no decode phase.
+- 0 <= computed <= len(tokens) - 1 whenever the sequence waits for its next step: the last known token is always
+  computed again or for the first time, since its logits give the next one.
+- ``blocks[i]`` holds positions [i*block_size, (i+1)*block_size); len(blocks) * block_size >= computed.
+- ``finish`` is set exactly once, by the engine loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from workers.protocol import FinishReason, SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of a request's ``n`` choices."""
+
+    id: str
+    index: int
+    tokens: list[int]
+    prompt_len: int
+    max_tokens: int
+    params: SamplingParams
+    scope: bytes = b""
+    adapter: str | None = None
+    tenant_key: str = ""
+    weight: float = 1.0
+    arrival: int = 0
+    """Rank of arrival in this engine; survives preemption, so the order within a class does too."""
+    eos: frozenset[int] = frozenset()
+    seed: int = 0
+    """Seed of this sequence's own random stream: results never depend on what else is in the batch."""
+
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    """Chain keys of the full blocks of ``tokens``, extended lazily."""
+    published: int = 0
+    """How many of ``blocks`` are registered in the prefix cache under ``keys``."""
+    prompt_computed: int = 0
+    """Prompt tokens computed for the first time (recompute after preemption is not counted)."""
+    prompt_cached: int = 0
+    high_water: int = 0
+    """Largest ``computed`` ever reached: tokens below it are recompute."""
+    preemptions: int = 0
+    siblings: list[Sequence] = field(default_factory=list)
+    """Choices 1..n-1 that fork from this one when its prompt is computed."""
+    finish: FinishReason | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    received_ns: int = 0
+    scheduled_ns: int = 0
+    first_token_ns: int = 0
+    finished_ns: int = 0
+
+    @property
+    def output_len(self) -> int:
+        """Tokens produced so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens produced so far (a copy)."""
+        return self.tokens[self.prompt_len :]

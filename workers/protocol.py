@@ -1,0 +1,209 @@
+"""Messages between gateway and worker: msgspec Structs, MessagePack on the wire, no pickle anywhere.
+
+One bidirectional gRPC stream per worker (``rpc.py``). Down: ``Generate``, ``Cancel``, ``Keep``, ``Purge``, ``Drain``.
+Up: ``Hello`` first, then one ``StepOutputs`` per engine step (coalesced when the reader is slower than the engine),
+and ``Purged`` as the answer to a purge.
+
+Rules
+- Counters in ``SequenceOutput`` are cumulative per sequence; the gateway takes differences, so a lost or repeated
+  message never bills twice.
+- A sequence's last output carries ``finish``; nothing follows it. A worker sends it exactly once per sequence,
+  also after a cancel.
+- Unknown fields are ignored by the decoder, so a newer peer may add fields; ``PROTOCOL`` changes when a meaning does.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL = 1
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How to pick tokens. Defaults are the OpenAI API's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """Choice ``i`` of a request draws from the stream of ``seed + i``: n choices equal n seeded single runs."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    """Number of top alternatives per token (0 = only the chosen one's); None = off."""
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the model's own end tokens. Stop *strings* are the gateway's: it sees the text."""
+
+
+class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
+    """Run one request: ``n`` sequences over one prompt."""
+
+    id: str
+    tokens: list[int]
+    max_tokens: int
+    """Per sequence."""
+    params: SamplingParams = SamplingParams()
+    n: int = 1
+    scope: bytes = b""
+    """The prefix-cache namespace (DESIGN §7); an opaque keyed digest."""
+    tenant_key: str = ""
+    """Opaque name under which the worker counts service; not the tenant's id."""
+    weight: float = 1.0
+    adapter: str | None = None
+    trace: dict[str, str] = {}
+    """W3C ``traceparent`` / ``tracestate`` of the gateway's chat span."""
+    public_prefix_tokens: int = 0
+    """How many leading tokens lie in an operator-registered public prefix."""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Stop all sequences of a request, whatever their state. Unknown ids are ignored."""
+
+    id: str
+
+
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """The gateway's last word on a request's trace: build its spans or drop its timings."""
+
+    id: str
+    keep: bool
+
+
+class Purge(msgspec.Struct, frozen=True, tag="purge"):
+    """Zero and free every cached block of these scopes; blocks in use follow when they are released."""
+
+    id: str
+    scopes: list[bytes]
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Take no new work, finish what runs, then end the stream."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log probability of one sampled token and of the ``logprobs`` best alternatives (id, logprob), best first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """When things happened to a sequence (wall clock, ns), for spans; sent with the last output only."""
+
+    received_ns: int = 0
+    scheduled_ns: int = 0
+    first_token_ns: int = 0
+    finished_ns: int = 0
+    preemptions: int = 0
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one step (or several coalesced ones) produced for one sequence."""
+
+    id: str
+    index: int = 0
+    """Which of the request's ``n`` choices."""
+    tokens: list[int] = []
+    """New since the last message."""
+    text: str | None = None
+    """Instead of tokens, where the worker is an upstream."""
+    output_tokens: int = 0
+    """Cumulative, including ``tokens``. An end token that stopped the sequence is counted, since it was produced."""
+    prompt_computed: int = 0
+    """Cumulative prompt tokens computed; a request's choices share their prompt, so only index 0 reports it."""
+    prompt_cached: int = 0
+    """Prompt tokens taken from the prefix cache, likewise."""
+    finish: FinishReason | None = None
+    error: str | None = None
+    """With ``finish="error"``: a code of ``ERRORS``."""
+    logprobs: list[TokenLogprob] = []
+    timings: Timings | None = None
+
+
+ERRORS = ("prompt_too_long", "overloaded", "internal", "draining", "bad_request")
+
+
+class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The worker's live view, in every ``StepOutputs``; also sent once a second when idle."""
+
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    used_blocks: int = 0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    hit_tokens: int = 0
+    query_tokens: int = 0
+    hot_prefixes: list[bytes] = []
+    """Chain keys of the most recently hit prefixes, bounded (64)."""
+    step_ms: float = 0.0
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
+    """One engine step's news. ``step`` rises by at least one; 0 for idle reports."""
+
+    step: int
+    outputs: list[SequenceOutput]
+    stats: WorkerStats
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The worker's first message on every new stream."""
+
+    protocol: int
+    worker: str
+    model: str
+    model_revision: str
+    tokenizer_sha256: str
+    block_size: int
+    blocks: int
+    max_running: int
+    max_context: int
+    pid: int = 0
+    metrics_port: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    versions: dict[str, str] = {}
+
+
+class Purged(msgspec.Struct, frozen=True, tag="purged"):
+    """Answer to ``Purge``: blocks zeroed now, and blocks still in use that will be zeroed on release."""
+
+    id: str
+    blocks: int
+    pending: int = 0
+
+
+Down = Generate | Cancel | Keep | Purge | Drain
+Up = Hello | StepOutputs | Purged
+
+_encoder = msgspec.msgpack.Encoder()
+_down = msgspec.msgpack.Decoder(Down)
+_up = msgspec.msgpack.Decoder(Up)
+
+
+def encode(message: Down | Up) -> bytes:
+    """Serialise one message."""
+    return _encoder.encode(message)
+
+
+def decode_down(data: bytes) -> Down:
+    """Parse a message for the worker. Raises msgspec.DecodeError on anything else."""
+    return _down.decode(data)
+
+
+def decode_up(data: bytes) -> Up:
+    """Parse a message for the gateway. Raises msgspec.DecodeError on anything else."""
+    return _up.decode(data)
