@@ -1,0 +1,91 @@
+"""Who a verified tenant is here: its weight, class, limits and models, and the epoch of its caches.
+
+Rules
+- A tenant that the YAML lists gets exactly what the YAML says; another one gets ``tenant_defaults``, or 403 without them.
+- Snapshots are frozen: a request keeps the tenant it began with, also across a reload.
+- An epoch only rises. It is part of every cache scope, so bumping it makes a tenant's cache unreachable at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from gateway.errors import forbidden
+from gateway.settings import Privacy, ServiceClass, Settings, Tenant, TenantDefaults
+from policies.types import Limits, TenantId
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveTenant:
+    """One tenant as every step of a request sees it."""
+
+    id: TenantId
+    weight: float = 1.0
+    service_class: str = "interactive"
+    classes: Mapping[str, ServiceClass] = field(default_factory=dict)
+    """All service classes by name: a request may lower its own class to one of them."""
+    models: tuple[str, ...] = ("*",)
+    """Names or shell patterns (``smol*``) of the models it may use."""
+    limits: Limits = field(default_factory=Limits)
+    requires: Mapping[str, str] = field(default_factory=dict)
+    privacy: Privacy = field(default_factory=Privacy)
+    epoch: int = 0
+    listed: bool = True
+    """False for one that lives on ``tenant_defaults``."""
+
+    def may_use(self, model: str) -> bool:
+        """Whether ``model`` is on its list."""
+        return any(fnmatchcase(model, pattern) for pattern in self.models)
+
+
+class Tenants:
+    """All tenants of one configuration, and the cache epochs, which outlive a reload."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._epochs: dict[TenantId, int] = {}
+        self.reload(settings)
+
+    def reload(self, settings: Settings) -> None:
+        """Take the tenants, classes and defaults of ``settings``; epochs stay."""
+        self._classes: Mapping[str, ServiceClass] = dict(settings.classes)
+        self._listed = {TenantId(tenant.id): self._effective(tenant.id, tenant) for tenant in settings.tenants}
+        self._defaults = settings.tenant_defaults
+
+    def get(self, tenant: TenantId) -> EffectiveTenant:
+        """The tenant's snapshot. Raises ApiError 403 for one that is not listed while there are no defaults."""
+        found = self._listed.get(tenant)
+        if found is None:
+            if self._defaults is None:
+                raise forbidden(
+                    "Your tenant is not configured here. Ask the operator to list it, or to set tenant_defaults.",
+                    code="unknown_tenant",
+                )
+            found = replace(self._effective(tenant, self._defaults), listed=False)
+        return replace(found, epoch=self._epochs.get(tenant, 0))
+
+    def knows(self, tenant: TenantId) -> bool:
+        """Whether requests of ``tenant`` are served at all."""
+        return tenant in self._listed or self._defaults is not None
+
+    def listed(self) -> list[EffectiveTenant]:
+        """Every tenant that the YAML names, in its order."""
+        return [self.get(tenant) for tenant in self._listed]
+
+    def bump(self, tenant: TenantId) -> int:
+        """Start a new cache epoch for ``tenant``; returns it."""
+        self._epochs[tenant] = self._epochs.get(tenant, 0) + 1
+        return self._epochs[tenant]
+
+    def _effective(self, tenant: str, config: Tenant | TenantDefaults) -> EffectiveTenant:
+        return EffectiveTenant(
+            id=TenantId(tenant),
+            weight=config.weight,
+            service_class=config.class_,
+            classes=self._classes,
+            models=config.models,
+            limits=config.limits.to_limits(),
+            requires=dict(config.requires),
+            privacy=config.privacy,
+        )
