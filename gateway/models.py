@@ -1,0 +1,147 @@
+"""The models that clients may ask for: their tokenizer, and what their workers said of themselves.
+
+Rules
+- A model is *ready* when its tokenizer is loaded and at least one worker is; the gateway itself is up long before.
+- Files are resolved and the tokenizer is read in a thread: seconds of disk never stop the event loop.
+- Limits (context, blocks) are those of the workers that are connected, since these will run the job; before the first
+  has said hello, those of the configuration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gateway.errors import model_not_found, unavailable
+from gateway.settings import Model
+from gateway.tenants import EffectiveTenant
+from workers.protocol import Hello
+
+if TYPE_CHECKING:
+    from workers.model_store import ModelFiles
+    from workers.tokenizer import Tokenizer
+
+DEFAULT_CONTEXT = 4096
+"""Context that is assumed while no worker has said its own and the YAML names none."""
+
+
+@dataclass(slots=True)
+class ModelHandle:
+    """One model. Only ``load`` and the worker events change it; both run on the event loop."""
+
+    config: Model
+    created: int = field(default_factory=lambda: int(time.time()))
+    files: ModelFiles | None = None
+    _tokenizer: Tokenizer | None = None
+    _hellos: dict[str, Hello] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What clients ask for."""
+        return self.config.name
+
+    @property
+    def default_max_tokens(self) -> int:
+        """Output length when a request names none."""
+        return self.config.default_max_tokens
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the tokenizer is there."""
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ApiError 503 while it is being loaded."""
+        if self._tokenizer is None:
+            raise unavailable(f"The model {self.name!r} is still being loaded.", "model_loading", retry_after_s=2.0)
+        return self._tokenizer
+
+    @property
+    def revision(self) -> str:
+        """What the prefix keys are made with: the workers' word for their weights, else the files'."""
+        for hello in self._hellos.values():
+            return hello.model_revision
+        return self.files.revision if self.files else ""
+
+    @property
+    def max_context(self) -> int:
+        """Longest prompt + output in tokens that some worker can hold."""
+        if self._hellos:
+            return max(min(hello.max_context, hello.blocks * hello.block_size) for hello in self._hellos.values())
+        configured = [pool.engine.max_context for pool in self.config.pools if pool.engine.max_context]
+        return max(configured, default=DEFAULT_CONTEXT)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of the prefix keys."""
+        for hello in self._hellos.values():
+            return hello.block_size
+        return self.config.pools[0].engine.block_size
+
+    def load(self, files: ModelFiles, tokenizer: Tokenizer) -> None:
+        """The files are there and the tokenizer is read."""
+        self.files = files
+        self._tokenizer = tokenizer
+
+    def worker_up(self, worker: str, hello: Hello) -> None:
+        """Note a worker's figures."""
+        self._hellos[worker] = hello
+
+    def worker_gone(self, worker: str) -> None:
+        """Forget a worker, unless it was the last: its figures are the best guess until the next one comes."""
+        if len(self._hellos) > 1:
+            self._hellos.pop(worker, None)
+
+    def describe(self) -> dict[str, Any]:
+        """The ``/v1/models`` entry."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "forebay",
+            "max_model_len": self.max_context,
+        }
+
+
+class Models:
+    """All models by name."""
+
+    def __init__(self, configs: Iterable[Model]) -> None:
+        self._handles: Mapping[str, ModelHandle] = {config.name: ModelHandle(config) for config in configs}
+
+    def __iter__(self) -> Iterator[ModelHandle]:
+        return iter(self._handles.values())
+
+    def get(self, name: str, tenant: EffectiveTenant) -> ModelHandle:
+        """The model. Raises the same ApiError 404 for one that is unknown and one the tenant may not use."""
+        handle = self._handles.get(name)
+        if handle is None or not tenant.may_use(name):
+            raise model_not_found(name)
+        return handle
+
+    def handle(self, name: str) -> ModelHandle:
+        """The model by a name the gateway itself knows. Raises KeyError."""
+        return self._handles[name]
+
+    def visible(self, tenant: EffectiveTenant) -> list[ModelHandle]:
+        """The models that ``tenant`` may use, in the YAML's order."""
+        return [handle for handle in self._handles.values() if tenant.may_use(handle.name)]
+
+
+async def load_model(handle: ModelHandle, base_dir: Path) -> None:
+    """Resolve the model's source and read its tokenizer, in a thread. Raises ModelStoreError or ValueError."""
+    files, tokenizer = await asyncio.to_thread(_read, handle.config.source, base_dir)
+    handle.load(files, tokenizer)
+
+
+def _read(source: str, base_dir: Path) -> tuple[ModelFiles, Tokenizer]:
+    from workers.model_store import resolve
+    from workers.tokenizer import Tokenizer
+
+    files = resolve(source, base_dir=base_dir)
+    return files, Tokenizer.load(files.dir)
