@@ -1,0 +1,213 @@
+"""One HTTP listener: uvicorn with its own socket, without its signal handling, and with limits it does not have.
+
+Rules
+- Sockets are bound before anything is started, so that a taken port is one clear message and no half-started process.
+- uvicorn must not own signals: it raises them again after its shutdown, and the process would end by SIGTERM
+  instead of with exit code 0. ``serve`` decides when a listener stops.
+- Headers are limited while they arrive (httptools has no limit): bytes, count and time. A connection that breaks a
+  limit is answered in the API's error shape and closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.cli.output import UserError
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADERS = 128
+HEADER_TIMEOUT_S = 30.0
+
+_REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+
+
+def bind(host: str, port: int, path: str) -> socket.socket:
+    """A bound TCP socket. ``path`` is the YAML path of the listener, for the message.
+
+    Raises UserError when the port is taken, not allowed, or the host is not one of this machine.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise UserError(
+            f"{path}.host: {host!r} is not a host name or address of this machine ({error.strerror})"
+        ) from None
+    bound = socket.socket(family, kind, proto)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setblocking(False)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise UserError(_bind_problem(error, host, port, path)) from None
+    return bound
+
+
+def _bind_problem(error: OSError, host: str, port: int, path: str) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"{path}.port: {port} on {host} is already taken. Stop the program that listens there, or set another "
+            f"port (0 picks a free one)."
+        )
+    if error.errno == errno.EACCES:
+        return f"{path}.port: {port} needs privileges this user does not have. Use a port from 1024 up."
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{path}.host: {host!r} is not an address of this machine."
+    return f"{path}: cannot listen on {host}:{port}: {error.strerror}"
+
+
+def url_of(bound: socket.socket) -> str:
+    """``http://host:port`` under which this machine reaches the socket."""
+    host, port = bound.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 with limits on headers; errors below the application are JSON as everywhere else."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start the clock of the first request's headers."""
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_late)
+        self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        self._header_timer.cancel()
+        super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        self._header_timer.cancel()
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_late)
+        self._in_headers = True
+        self._pending_bytes = 0
+        self._header_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Count what arrives while headers are incomplete, which the parser would buffer without end."""
+        super().data_received(data)
+        if self._in_headers and not self.transport.is_closing():
+            self._pending_bytes += len(data)
+            if self._pending_bytes > MAX_HEADER_BYTES:
+                self._refuse(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        """A new request on this connection."""
+        super().on_message_begin()
+        self._expect_headers()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count the header's bytes."""
+        super().on_header(name, value)
+        self._header_bytes += len(name) + len(value)
+
+    def on_headers_complete(self) -> None:
+        """Start the application, unless the headers broke a limit."""
+        self._in_headers = False
+        self._header_timer.cancel()
+        if len(self.headers) > MAX_HEADERS or self._header_bytes + len(self.url) > MAX_HEADER_BYTES:
+            self._refuse(431, f"At most {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes of them are accepted.")
+            raise ValueError("headers over the limit")  # stops the parser; the answer is already on its way
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser could not read."""
+        if not self.transport.is_closing():
+            self._refuse(400, msg)
+
+    def _headers_late(self) -> None:
+        if not self.transport.is_closing():
+            self._refuse(408, f"No complete request within {HEADER_TIMEOUT_S:.0f} seconds.")
+
+    def _refuse(self, status: int, message: str) -> None:
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "bad_http"}
+        body = json.dumps({"error": error}).encode()
+        head = (
+            f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+class Listener(uvicorn.Server):
+    """A running listener for one application."""
+
+    def __init__(self, app: ASGIApp, bound: socket.socket, max_connections: int | None = None) -> None:
+        config = uvicorn.Config(
+            self._limited(app) if max_connections else app,
+            http=LimitedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            # Cut streams have had their error event by then (the gateway's drain); this only bounds slow readers.
+            timeout_graceful_shutdown=2,
+        )
+        super().__init__(config)
+        self._bound = bound
+        self._max_connections = max_connections
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Accept connections. Returns when the listener does."""
+        self._task = asyncio.create_task(self.serve(sockets=[self._bound]), name="listener")
+        while not self.started:
+            if self._task.done():
+                self._task.result()
+            await asyncio.sleep(0.005)
+
+    async def stop(self, *, force: bool = False) -> None:
+        """Close the socket and the connections; requests that still run get two seconds (none with ``force``)."""
+        self.should_exit = True
+        self.force_exit = self.force_exit or force
+        if self._task is not None:
+            await self._task
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+    def _limited(self, app: ASGIApp) -> ASGIApp:
+        async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+            limit = self._max_connections
+            if limit is None or len(self.server_state.connections) <= limit:
+                await app(scope, receive, send)
+                return
+            await _send_json(send, 503, _BUSY)
+
+        return limited
+
+
+_BUSY = {
+    "error": {
+        "message": "Too many connections. Retry later.",
+        "type": "service_unavailable",
+        "param": None,
+        "code": "too_many_connections",
+    }
+}
+
+
+async def _send_json(send: Send, status: int, body: dict[str, Any]) -> None:
+    headers = [(b"content-type", b"application/json"), (b"retry-after", b"1"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})

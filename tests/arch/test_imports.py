@@ -1,0 +1,114 @@
+"""Who may import whom (DESIGN §2), exactly; in `make check` import-linter does the same for transitive imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.arch.source import PACKAGES, ROOT, imports, modules, within
+
+# What the gateway's serving path may see of the worker package. `engine.block_hash` is the chain key that both sides
+# compute (DESIGN §7); `model_store` unpacks a model's files without torch: the gateway needs their tokenizer.
+SERVING_SEES = (
+    "workers.config",
+    "workers.protocol",
+    "workers.rpc",
+    "workers.launchers",
+    "workers.tokenizer",
+    "workers.model_store",
+    "workers.engine.block_hash",
+)
+TOOLS = ("gateway.cli", "gateway.bench", "gateway.simulate")
+TELEMETRY = ("gateway.telemetry", "workers.telemetry")
+
+
+def offenders(sources: tuple[str, ...], forbidden: tuple[str, ...], allowed: tuple[str, ...] = ()) -> list[str]:
+    """``a -> b`` for each import of something forbidden and not allowed."""
+    return [
+        f"{module} -> {target}"
+        for module in sorted(modules())
+        if any(within(module, source) for source in sources)
+        for target in sorted(imports(module))
+        if any(within(target, name) for name in forbidden) and not any(within(target, name) for name in allowed)
+    ]
+
+
+def test_the_walk_sees_the_packages() -> None:
+    """Guards the other tests: an empty tree would pass them all."""
+    assert {name.split(".")[0] for name in modules()} == set(PACKAGES)
+    assert "pydantic" in imports("gateway.settings")
+    assert "policies.types" in imports("gateway.settings")
+
+
+def test_policies_import_neither_gateway_nor_workers() -> None:
+    assert offenders(("policies",), ("gateway", "workers")) == []
+
+
+def test_policies_use_only_the_allowed_libraries() -> None:
+    allowed = {*sys.stdlib_module_names, "pydantic", "pluggy", "policies"}
+    foreign = [
+        f"{module} -> {target}"
+        for module in sorted(modules())
+        if within(module, "policies")
+        for target in sorted(imports(module))
+        if target.split(".")[0] not in allowed
+        and not (within(module, "policies.auth") and target.split(".")[0] == "jwt")
+        # The conformance kit is run by pytest and hypothesis.
+        and not (module == "policies.testing" and target.split(".")[0] in {"pytest", "hypothesis"})
+    ]
+    assert foreign == []
+
+
+def test_workers_do_not_import_the_gateway() -> None:
+    assert offenders(("workers",), ("gateway",)) == []
+
+
+def test_the_serving_path_sees_only_the_borders_of_a_worker() -> None:
+    serving = tuple(m for m in modules() if within(m, "gateway") and not any(within(m, tool) for tool in TOOLS))
+    assert offenders(serving, ("workers",), SERVING_SEES) == []
+
+
+def test_torch_only_under_the_model() -> None:
+    elsewhere = tuple(m for m in modules() if not within(m, "workers.model"))
+    assert [o for o in offenders(elsewhere, ("torch",)) if o.split(" ")[0] in elsewhere] == []
+
+
+def test_opentelemetry_only_in_the_two_telemetry_modules() -> None:
+    elsewhere = tuple(m for m in modules() if not any(within(m, name) for name in TELEMETRY))
+    found = [o for o in offenders(elsewhere, ("opentelemetry", "prometheus_client")) if o.split(" ")[0] in elsewhere]
+    assert found == []
+
+
+def test_the_core_never_imports_plugins() -> None:
+    assert offenders(PACKAGES, ("plugins",)) == []
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level names of the modules that a fresh interpreter holds after ``statement``."""
+    program = (
+        f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("statement", ["import gateway.app", "import gateway.compose", "import gateway.cli"])
+def test_a_fresh_interpreter_finds_no_torch(statement: str) -> None:
+    """gateway E11: the gateway starts fast because nothing it imports loads the model's libraries."""
+    assert loaded_by(statement) & {"torch", "transformers", "safetensors", "gguf"} == set()
+
+
+def test_the_command_line_starts_light() -> None:
+    """gateway E11: help and completion load neither the web stack nor the policies."""
+    assert (
+        loaded_by("import gateway.cli") & {"starlette", "uvicorn", "grpc", "pydantic", "opentelemetry", "jwt"} == set()
+    )
+
+
+def test_listing_policies_loads_no_torch() -> None:
+    assert "torch" not in loaded_by("import policies.builtin")
