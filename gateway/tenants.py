@@ -1,7 +1,7 @@
 """Who a verified tenant is here: its weight, class, limits and models, and the epoch of its caches.
 
 Rules
-- A tenant that the YAML lists gets exactly what the YAML says; another one gets ``tenant_defaults``, or 403 without them.
+- A tenant that the YAML lists gets what the YAML says; another one gets ``tenant_defaults``, or 403 without them.
 - Snapshots are frozen: a request keeps the tenant it began with, also across a reload.
 - An epoch only rises. It is part of every cache scope, so bumping it makes a tenant's cache unreachable at once.
 """
