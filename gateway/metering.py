@@ -1,0 +1,38 @@
+"""What a request cost so far, from the worker's cumulative counters.
+
+Rules
+- Counters of a worker are cumulative per choice; a charge is the difference to the largest value seen, so that a lost,
+  repeated or reordered message bills nothing twice.
+- The prompt is counted once, however many choices and attempts: what an earlier attempt computed and a later one
+  computes again is recompute, which is neither billed nor charged. The same holds for output tokens.
+- Output is counted after stop strings were cut (``choices.ChoiceStream``), so tokens past a stop are in no charge.
+"""
+
+from __future__ import annotations
+
+from policies.types import Charge, Usage
+
+
+class Meter:
+    """Counts one request over all its choices and attempts."""
+
+    def __init__(self, prompt_tokens: int, choices: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._prompt = 0
+        self._cached = 0
+        self._output = [0] * choices
+
+    @property
+    def usage(self) -> Usage:
+        """Everything counted so far."""
+        return Usage(self._prompt, self._cached, sum(self._output))
+
+    def observe(self, index: int, prompt_computed: int, prompt_cached: int, output: int) -> Charge:
+        """Take cumulative figures of choice ``index``; returns what is new. Unknown choices count nothing."""
+        if not 0 <= index < len(self._output):
+            return Charge()
+        before = self.usage
+        self._cached = max(self._cached, min(prompt_cached, self._prompt_tokens - self._prompt))
+        self._prompt = max(self._prompt, min(prompt_computed, self._prompt_tokens - self._cached))
+        self._output[index] = max(self._output[index], output)
+        return self.usage - before
