@@ -1,0 +1,119 @@
+"""Reading a JSON object field by field, so that a mistake names its field, what was found and what is expected.
+
+Rules
+- One pass splits the object into raw values, a typed decoder per field reads those that are wanted; others are never
+  decoded. NaN, Infinity, 1e400, lone surrogates and broken UTF-8 never get through: the decoder refuses them.
+- Messages never repeat text of the request beyond a short, quoted scrap of the value at fault.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from gateway.errors import ApiError, bad_request
+
+MAX_DEPTH = 64
+"""Deepest nesting of arrays and objects in a body."""
+
+T = TypeVar("T")
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_anything = msgspec.json.Decoder(Any)
+_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+
+
+def split(raw: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of a JSON object, undecoded. Raises ApiError 400 for anything else and for nesting past MAX_DEPTH."""
+    try:
+        fields = _object.decode(raw)
+    except RecursionError:
+        raise _too_deep() from None
+    except msgspec.ValidationError as error:
+        raise bad_request(f"The body must be a JSON object: {_plain(error)}.", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        hint = " (a lone surrogate, half a character, is not text)" if b"\\ud" in raw.lower() else ""
+        raise bad_request(f"The body is not valid JSON: {_plain(error)}{hint}.", code="invalid_json") from None
+    if depth_exceeds(raw, MAX_DEPTH):
+        raise _too_deep()
+    return fields
+
+
+def depth_exceeds(raw: bytes, limit: int) -> bool:
+    """Whether well-formed JSON nests deeper than ``limit``. Every pass below takes the innermost level away."""
+    if raw.count(b"[") + raw.count(b"{") <= limit:
+        return False
+    brackets = _STRINGS.sub(b"", raw).translate(_ONE_KIND, _NOT_BRACKETS)
+    for _ in range(limit):
+        if not brackets:
+            return False
+        brackets = brackets.replace(b"[]", b"")
+    return bool(brackets)
+
+
+@dataclass(frozen=True, slots=True)
+class Field(Generic[T]):
+    """How to read one field. ``check`` returns the complaint about a value of the right type, or None."""
+
+    decoder: msgspec.json.Decoder[T]
+    check: Callable[[T], str | None] = lambda _: None
+
+
+def field(type_: Any, check: Callable[[Any], str | None] = lambda _: None) -> Field[Any]:
+    """A field of ``type_``; null means "not given" and is handled by the reader."""
+    return Field(msgspec.json.Decoder(type_), check)
+
+
+def between(low: float, high: float, hint: str = "") -> Callable[[Any], str | None]:
+    """Check of a number; ``hint`` ends the complaint."""
+    extra = f" ({hint})" if hint else ""
+    return lambda value: None if low <= value <= high else f"must be between {low} and {high}{extra}, got {value}"
+
+
+def read(fields: Mapping[str, msgspec.Raw], name: str, how: Field[T], default: T) -> T:
+    """One field's value, ``default`` when it is absent or null. Raises ApiError 400 with ``param``."""
+    raw = fields.get(name)
+    if raw is None or raw == b"null":
+        return default
+    try:
+        value = how.decoder.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise type_error(name, error) from None
+    except RecursionError:
+        raise _too_deep() from None
+    complaint = how.check(value)
+    if complaint:
+        raise bad_request(f"{name} {complaint}.", param=name)
+    return value
+
+
+def read_any(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
+    """One field's value without a type; a number that no float can hold is an error like everywhere."""
+    try:
+        return _anything.decode(fields[name])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise type_error(name, error) from None
+
+
+def type_error(name: str, error: Exception) -> ApiError:
+    """400 whose ``param`` is the path inside the field: ``messages[0].content``."""
+    what, _, path = str(error).partition(" - at `$")
+    return bad_request(f"{name}{path.rstrip('`')}: {what.replace('`', '')}.", param=f"{name}{path.rstrip('`')}")
+
+
+def scrap(value: str, length: int = 32) -> str:
+    """A short quoted piece of ``value`` for a message."""
+    return repr(value if len(value) <= length else value[:length] + "…")
+
+
+def _plain(error: Exception) -> str:
+    return str(error).replace("`", "").removeprefix("JSON is malformed: ")
+
+
+def _too_deep() -> ApiError:
+    return bad_request(f"The body nests deeper than {MAX_DEPTH} levels. Flatten it.", code="invalid_json")

@@ -1,0 +1,118 @@
+"""Fields that clients know from the OpenAI API or vLLM, that would change the answer, and that are not implemented.
+
+Such a field gets 400 with its name, unless its value asks for what happens anyway (``tools: []``, ``best_of: 1``):
+an ignored field would be a wrong answer that looks right. Everything not listed here nor in ``schemas.py`` is harmless
+or none of the caller's business (``cache_salt``, ``tenant``, ``priority`` …) and is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """Why a field is refused, and which values of it are fine because they ask for nothing."""
+
+    why: str
+    neutral: tuple[Any, ...] = ()
+
+    def accepts(self, value: Any) -> bool:
+        """True for null and for the neutral values; compared with their type, so that 0 is not False."""
+        return value is None or any(type(value) is type(same) and value == same for same in self.neutral)
+
+
+_TOOLS = "tool calling is not implemented; describe the tools in a system message instead"
+_GUIDED = "grammar-constrained output is not implemented; ask for the format in the prompt instead"
+_TEMPLATE = "the chat template is the operator's; a request cannot bring or parametrise one"
+_AUDIO = "only text goes in and out"
+_STOP = "not implemented; use 'stop' with up to four strings instead"
+_SAMPLER = "this sampling method is not implemented; use temperature, top_p, top_k and min_p"
+_PROMPT = "the prompt is always encoded as the model expects it; send token ids to /v1/completions for full control"
+_OUTPUT = "the output always comes as plain text in the API's own shape"
+_TRANSFER = "internal to the server; requests cannot set it"
+
+_BOTH: dict[str, Unsupported] = {
+    "best_of": Unsupported("answers are not ranked; use 'n' and choose yourself", (1,)),
+    "use_beam_search": Unsupported("beam search is not implemented", (False,)),
+    "length_penalty": Unsupported("beam search is not implemented", (1, 1.0)),
+    "early_stopping": Unsupported("beam search is not implemented", (False,)),
+    "repetition_penalty": Unsupported("use 'presence_penalty' or 'frequency_penalty'", (1, 1.0)),
+    "typical_p": Unsupported(_SAMPLER, (1, 1.0)),
+    "top_a": Unsupported(_SAMPLER, (0, 0.0)),
+    "tfs": Unsupported(_SAMPLER, (1, 1.0)),
+    "mirostat": Unsupported(_SAMPLER, (0,)),
+    "dynatemp_range": Unsupported(_SAMPLER, (0, 0.0)),
+    "xtc_probability": Unsupported(_SAMPLER, (0, 0.0)),
+    "dry_multiplier": Unsupported(_SAMPLER, (0, 0.0)),
+    "logits_processors": Unsupported(_SAMPLER, ([],)),
+    "allowed_token_ids": Unsupported("use 'logit_bias' to favour tokens", ([],)),
+    "bad_words": Unsupported("use 'logit_bias' with -100 to ban tokens", ([],)),
+    "stop_token_ids": Unsupported(_STOP, ([],)),
+    "stop_regex": Unsupported(_STOP, ("", [])),
+    "include_stop_str_in_output": Unsupported("stop strings are always removed", (False,)),
+    "no_stop_trim": Unsupported("stop strings are always removed", (False,)),
+    "skip_special_tokens": Unsupported("special tokens are never part of the text", (True,)),
+    "spaces_between_special_tokens": Unsupported("special tokens are never part of the text", (True, False)),
+    "truncate_prompt_tokens": Unsupported("prompts are never cut silently; shorten it before sending"),
+    "prompt_logprobs": Unsupported("log probabilities are given for output tokens only", (0, False)),
+    "echo": Unsupported("the prompt is not repeated in the answer", (False,)),
+    "add_special_tokens": Unsupported(_PROMPT),
+    "response_format": Unsupported(_GUIDED, ({"type": "text"}, {})),
+    "structured_outputs": Unsupported(_GUIDED, ({},)),
+    "structural_tag": Unsupported(_GUIDED),
+    "guided_json": Unsupported(_GUIDED),
+    "guided_regex": Unsupported(_GUIDED),
+    "guided_choice": Unsupported(_GUIDED),
+    "guided_grammar": Unsupported(_GUIDED),
+    "guided_json_object": Unsupported(_GUIDED, (False,)),
+    "guided_decoding_backend": Unsupported(_GUIDED),
+    "guided_whitespace_pattern": Unsupported(_GUIDED),
+    "json_schema": Unsupported(_GUIDED),
+    "grammar": Unsupported(_GUIDED, ("",)),
+    "regex": Unsupported(_GUIDED, ("",)),
+    "ebnf": Unsupported(_GUIDED, ("",)),
+    "return_tokens_as_token_ids": Unsupported(_OUTPUT, (False,)),
+    "return_token_ids": Unsupported(_OUTPUT, (False,)),
+    "thinking_token_budget": Unsupported("reasoning is not handled apart from text"),
+    "lora_path": Unsupported("adapters are chosen by the operator through the model's name"),
+    "prompt_embeds": Unsupported(_AUDIO),
+    "mm_processor_kwargs": Unsupported(_AUDIO, ({},)),
+    "kv_transfer_params": Unsupported(_TRANSFER, ({},)),
+    "vllm_xargs": Unsupported(_TRANSFER, ({},)),
+    "session_params": Unsupported(_TRANSFER, ({},)),
+}
+
+CHAT: Mapping[str, Unsupported] = {
+    **_BOTH,
+    "tools": Unsupported(_TOOLS, ([],)),
+    "tool_choice": Unsupported(_TOOLS, ("none", "auto")),
+    "functions": Unsupported(_TOOLS, ([],)),
+    "function_call": Unsupported(_TOOLS, ("none", "auto")),
+    "modalities": Unsupported(_AUDIO, (["text"], [])),
+    "audio": Unsupported(_AUDIO),
+    "prediction": Unsupported("predicted output is not implemented; leave it out, the answer is the same"),
+    "reasoning_effort": Unsupported("reasoning effort cannot be set", ("none",)),
+    "reasoning": Unsupported("reasoning effort cannot be set", ({},)),
+    "thinking": Unsupported("reasoning effort cannot be set", ({"type": "disabled"},)),
+    "include_reasoning": Unsupported("reasoning is not handled apart from text", (True,)),
+    "separate_reasoning": Unsupported("reasoning is not handled apart from text", (False,)),
+    "verbosity": Unsupported("verbosity cannot be set; ask for it in a message", ("medium",)),
+    "web_search_options": Unsupported("there is no web search"),
+    "moderation": Unsupported("there is no moderation of answers"),
+    "chat_template": Unsupported(_TEMPLATE),
+    "chat_template_kwargs": Unsupported(_TEMPLATE, ({},)),
+    "documents": Unsupported(_TEMPLATE, ([],)),
+    "add_generation_prompt": Unsupported(_TEMPLATE, (True,)),
+    "continue_final_message": Unsupported(_TEMPLATE, (False,)),
+    "prompt": Unsupported("a chat takes 'messages'; send 'prompt' to /v1/completions"),
+}
+
+COMPLETION: Mapping[str, Unsupported] = {
+    **_BOTH,
+    "suffix": Unsupported("insertion is not implemented", ("",)),
+    "messages": Unsupported("completions take 'prompt'; send 'messages' to /v1/chat/completions"),
+    "top_logprobs": Unsupported("completions take the number of alternatives in 'logprobs'"),
+}
