@@ -1,0 +1,123 @@
+"""How much more a worker can take now: late binding, so that the backlog waits here, where its order still holds.
+
+Rules
+- The gate is what this gateway itself sent and has not seen end, against the worker's ``max_running``. The worker's own
+  line may hold ``MAX_WAITING`` jobs, to bridge the way there and back; so the engine is never idle while jobs queue.
+- A job starts in the worker's next step while that step has token budget left: jobs beyond it would only wait there, so
+  they count against the line. A worker that reports a line of its own gets no more than fills that line.
+- Blocks: the worker's free + cached ones, net of what was sent and is not in its figures yet, must hold the job's prompt
+  and the first block of each choice's output, not its max_tokens: most answers are shorter, and the engine preempts
+  when they are not. An idle worker takes any job: what can never fit it refuses itself.
+- Stale figures (> 2 s) count neither blocks nor the reported line; in-flight counts alone gate then.
+- A worker holds one suspect at a time (``retry.py``).
+- ``Room`` is made for one turn of the dispatcher and updated by ``take``; ``fits`` is O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from policies.types import Job, WorkerView
+
+MAX_WAITING = 2
+
+
+@dataclass(slots=True)
+class Load:
+    """What the gate must know of one job in flight."""
+
+    prompt_left: int
+    choices: int
+    started: bool
+    """Its first token came."""
+    suspect: bool = False
+
+
+@dataclass(slots=True)
+class Room:
+    """One worker's room in this turn."""
+
+    view: WorkerView
+    slots: int
+    """Choices it can still run at once."""
+    budget: int
+    """Tokens that its next step has left for prompts."""
+    line: int
+    """Jobs that may wait in its own line."""
+    blocks: int
+    idle: bool
+    stale: bool
+    suspect: bool
+
+    @classmethod
+    def of(cls, view: WorkerView, loads: Iterable[Load], step_tokens: int, *, stale: bool) -> Room:
+        """Measure ``view``'s worker. ``loads`` are its jobs in flight, oldest first."""
+        slots, budget, waiting, suspect, idle = view.max_running, step_tokens, 0, False, True
+        unstarted: list[Load] = []
+        for load in loads:
+            idle = False
+            suspect = suspect or load.suspect
+            if load.started:
+                slots -= load.choices
+                budget -= load.choices
+            else:
+                unstarted.append(load)
+        for load in unstarted:
+            if load.choices <= slots and budget > 0:
+                slots -= load.choices
+                budget -= load.prompt_left
+            else:
+                waiting += 1
+        if not stale and view.waiting > 0:
+            waiting = max(waiting, view.waiting)
+            budget = 0
+        return cls(
+            view=view,
+            slots=slots,
+            budget=budget,
+            line=MAX_WAITING - waiting,
+            blocks=view.free_blocks,
+            idle=idle,
+            stale=stale,
+            suspect=suspect,
+        )
+
+    @property
+    def open(self) -> bool:
+        """Whether any job could go there."""
+        return self.idle or self.line > 0 or (self.slots > 0 and self.budget > 0)
+
+    def matches(self, requires: Mapping[str, str]) -> bool:
+        """Whether its pool carries the labels."""
+        labels = self.view.labels
+        return all(labels.get(key) == value for key, value in requires.items())
+
+    def fits(self, job: Job, choices: int, *, suspect: bool) -> bool:
+        """May ``job`` go there now?"""
+        if (suspect and self.suspect) or not self.matches(job.requires):
+            return False
+        if self.idle:
+            return True
+        if not self.stale and self._need(job, choices) > self.blocks:
+            return False
+        if self._starts(choices):
+            return True
+        return self.line > 0 and choices <= self.slots + MAX_WAITING
+
+    def take(self, job: Job, choices: int, *, suspect: bool) -> None:
+        """``job`` was sent there."""
+        if self._starts(choices):
+            self.slots -= choices
+            self.budget -= job.prompt_tokens
+        else:
+            self.line -= 1
+        self.blocks -= self._need(job, choices)
+        self.idle = False
+        self.suspect = self.suspect or suspect
+
+    def _starts(self, choices: int) -> bool:
+        return choices <= self.slots and self.budget > 0
+
+    def _need(self, job: Job, choices: int) -> int:
+        return -(-(job.prompt_tokens + 1) // self.view.block_size) + choices - 1

@@ -1,0 +1,164 @@
+"""One request between the pipeline, which owns its caller, and the dispatcher, which owns its work.
+
+States: ``queued → running → done``, and back ``running → queued`` while the caller got nothing.
+
+Rules
+- Only the dispatcher changes a ticket, on the event loop; the pipeline reads it, and asks through ``Dispatcher.cancel``.
+- ``finish`` ends it exactly once: without an error for a request that ran to its end, with the ``ApiError`` otherwise.
+  Nothing is pushed, charged or counted after it.
+- ``committed`` is set the moment the first delta is handed to the caller; from then on the work is never repeated.
+  A caller that collects (no stream) is handed nothing before the end, so its request may be repeated until then.
+- What is buffered is bounded by the request's own max_tokens; a slow reader gets what piled up in one batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from gateway.errors import ApiError
+from gateway.metering import Meter
+from policies.types import Charge, Job, Usage
+
+if TYPE_CHECKING:
+    from gateway.choices import ChoiceDelta
+    from gateway.intake import Prepared
+
+
+class TicketState(StrEnum):
+    """Where a request is."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+
+
+class CancelledByCaller(ApiError):  # noqa: N818 - it is an outcome, not a fault
+    """How a ticket ends that its caller gave up; nobody is there to read it."""
+
+    def __init__(self, reason: str = "client_disconnected") -> None:
+        super().__init__(
+            499, "The caller went away.", type="cancelled", code=reason, outcome="cancelled", reason=reason
+        )
+
+
+class Ticket:
+    """One submitted request."""
+
+    def __init__(self, prepared: Prepared, *, stream: bool, now: float) -> None:
+        self.prepared = prepared
+        self.stream = stream
+        self.meter = Meter(prepared.job.prompt_tokens, prepared.generate.n)
+        self.state = TicketState.QUEUED
+        self.error: ApiError | None = None
+        self.committed = False
+        self.cancelled = False
+        """The caller gave up; what still runs is only counted."""
+        self.worker: str | None = None
+        self.attempts = 0
+        """Dispatches that a lost worker may have ended."""
+        self.refusals = 0
+        """Dispatches that a worker handed back unstarted."""
+        self.preemptions = 0
+        self.queued_at = now
+        self.dispatched_at: float | None = None
+        self.first_token_at: float | None = None
+        self.finished_at: float | None = None
+        self._buffer: list[ChoiceDelta] = []
+        self._news = asyncio.Event()
+        self._dispatched = asyncio.Event()
+        self._done = asyncio.Event()
+
+    @property
+    def job(self) -> Job:
+        """The job, as policies see it."""
+        return self.prepared.job
+
+    @property
+    def usage(self) -> Usage:
+        """What ran so far, over all attempts."""
+        return self.meter.usage
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.state is TicketState.DONE
+
+    # -- for the dispatcher ---------------------------------------------------------------------------------------
+
+    def dispatched(self, worker: str, now: float) -> None:
+        """It was sent to ``worker``."""
+        assert self.state is TicketState.QUEUED
+        self.state = TicketState.RUNNING
+        self.worker = worker
+        self.attempts += 1
+        self.dispatched_at = now
+        self._dispatched.set()
+
+    def requeued(self) -> None:
+        """It goes back to the queue; what it produced is void. Only legal while nothing was handed out."""
+        assert self.state is TicketState.RUNNING
+        assert not self.committed
+        self.state = TicketState.QUEUED
+        self.worker = None
+        self.first_token_at = None
+        self._buffer.clear()
+        self._news.clear()
+        self._dispatched.clear()
+
+    def push(self, delta: ChoiceDelta) -> None:
+        """Hand one choice's news to the caller; dropped when it is gone."""
+        if self.done or self.cancelled:
+            return
+        self._buffer.append(delta)
+        if self.stream:
+            self._news.set()
+
+    def finish(self, error: ApiError | None, now: float) -> bool:
+        """End it. False when it already was."""
+        if self.done:
+            return False
+        self.state = TicketState.DONE
+        self.error = error
+        self.finished_at = now
+        self._news.set()
+        self._dispatched.set()
+        self._done.set()
+        return True
+
+    # -- for the pipeline -----------------------------------------------------------------------------------------
+
+    async def wait_dispatched(self) -> None:
+        """Return when it runs, or is over."""
+        await self._dispatched.wait()
+
+    async def wait_done(self) -> None:
+        """Return when it is over."""
+        await self._done.wait()
+
+    async def batches(self) -> AsyncIterator[list[ChoiceDelta]]:
+        """Everything new since the last batch, until the end. Raises the ApiError it ended with, after the last batch.
+
+        Without ``stream`` there is one batch, at the end.
+        """
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self.error is not None and not self.committed:
+                raise self.error
+            if self._buffer:
+                batch, self._buffer = self._buffer, []
+                self.committed = True
+                yield batch
+            if self.done:
+                if self._buffer:
+                    self._news.set()
+                    continue
+                if self.error is not None:
+                    raise self.error
+                return
+
+
+Watch = Callable[[Ticket, Charge], None]
