@@ -1,0 +1,294 @@
+"""One request's trace: explicit calls from the pipeline and the dispatcher, spans made only at the end.
+
+How to use it
+    trace = telemetry.request("POST", "/v1/chat/completions", headers, …)    # RequestTrace (does nothing) or a recorder
+    span = trace.begin("auth")                       # one of STATIONS; the previous station ends, if it is still open
+    try:
+        …; span.set(attributes.auth(principal))      # gateway.trace_attributes makes every attribute
+    except ApiError as error:
+        span.fail(error.code or "error"); raise
+    finally:
+        span.end()
+    trace.identify(tenant=…, sample_ratio=…, slow_first_byte_s=…)          # as soon as the tenant is known
+    span = trace.begin_chat(job.model, attributes.chat_request(generate))  # a second one is a retry: linked to the first
+    generate = msgspec.structs.replace(generate, trace=trace.inject())     # the worker's parent is this chat span
+    trace.event("first_byte")                        # on the root: EVENTS
+    keep = trace.finish("ok", status=200)            # exactly once, last; then send the worker Keep(id, keep)
+
+Rules
+- Everything is called on the event loop; nothing here does I/O, waits or raises for what a request holds.
+- A span ends once: a second ``end`` and everything after it is ignored. ``finish`` ends what is still open.
+- Stations are siblings in sequence: each ends at least 2 µs before the next begins (else Jaeger's critical path falls
+  on the root). No span per token or chunk.
+- No prompt text, token, key or credential is an attribute. ``content`` is dropped unless capture_content is on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from gateway.errors import Outcome
+from workers.spans import (
+    GAP_NS,
+    Attributes,
+    Link,
+    SpanContext,
+    SpanData,
+    child_of,
+    clean,
+    format_traceparent,
+)
+
+Station = Literal["admission", "auth", "tokenize", "quota reserve", "queue", "route", "quota settle"]
+STATIONS: tuple[Station, ...] = ("admission", "auth", "tokenize", "quota reserve", "queue", "route", "quota settle")
+EventName = Literal["first_byte", "last_byte", "client_disconnected"]
+EVENTS: tuple[EventName, ...] = ("first_byte", "last_byte", "client_disconnected")
+
+
+class Span:
+    """One station's span. This base class does nothing: it is what a request without tracing gets."""
+
+    __slots__ = ()
+
+    def set(self, attributes: Attributes) -> None:
+        """Add attributes; None values are left out."""
+
+    def fail(self, error_type: str) -> None:
+        """Status ERROR and ``error.type``: a code of ours (``queue_full``, ``worker_lost``), never a message."""
+
+    def end(self) -> None:
+        """Idempotent; belongs into ``finally``."""
+
+
+class RequestTrace:
+    """One request's trace. This base class does nothing at almost no cost: it is used when nothing is exported."""
+
+    __slots__ = ()
+    trace_id: str = ""
+    """32 hex digits, for the log line and exemplars; empty when off."""
+    keep: bool = False
+    """After ``finish``: whether this trace is exported, thus what ``Keep`` tells the worker."""
+    captures_content: bool = False
+    """Build content attributes only when this is true."""
+
+    def identify(
+        self,
+        *,
+        tenant: str,
+        service_class: str | None = None,
+        sample_ratio: float | None = None,
+        slow_first_byte_s: float | None = None,
+    ) -> None:
+        """Tag the verified tenant; its own sampling ratio and its class's TTFT objective decide about keeping."""
+
+    def tag(self, attributes: Attributes) -> None:
+        """Set root attributes (``trace_attributes.root(…)``)."""
+
+    def begin(self, station: Station) -> Span:
+        """Start a station's span now."""
+        return _NO_SPAN
+
+    def begin_chat(self, model: str, attributes: Attributes) -> Span:
+        """Start the CLIENT span around one attempt on a worker."""
+        return _NO_SPAN
+
+    def content(self, *, input_messages: str | None = None, output_messages: str | None = None) -> None:
+        """JSON of the messages for the current chat span; dropped unless capture_content is on."""
+
+    def event(self, name: EventName) -> None:
+        """Mark a moment on the root; the first of each name counts."""
+
+    def inject(self) -> dict[str, str]:
+        """W3C headers of the current chat span (before one: of the root) for ``Generate.trace``; empty when off."""
+        return {}
+
+    def finish(
+        self,
+        outcome: Outcome,
+        *,
+        status: int | None = None,
+        error_type: str | None = None,
+        reason: str | None = None,
+    ) -> bool:
+        """End the root, decide, export or drop. Returns ``keep``. Later calls change nothing.
+
+        ``status``: what the client was sent, None when nothing was. ``error_type``: a code, default ``reason`` or the
+        outcome. ``reason`` becomes ``forebay.shed.reason`` when the outcome is shed.
+        """
+        return False
+
+
+_NO_SPAN = Span()
+NO_TRACE = RequestTrace()
+
+
+class _OpenSpan(Span):
+    __slots__ = ("_clock", "data")
+
+    def __init__(self, data: SpanData, clock: Callable[[], int]) -> None:
+        self.data = data
+        self._clock = clock
+
+    def set(self, attributes: Attributes) -> None:
+        if not self.data.end_ns:
+            self.data.attributes.update((key, value) for key, value in attributes.items() if value is not None)
+
+    def fail(self, error_type: str) -> None:
+        if not self.data.end_ns:
+            self.data.error = True
+            self.data.attributes["error.type"] = error_type
+
+    def end(self) -> None:
+        if not self.data.end_ns:
+            self.data.end_ns = max(self._clock(), self.data.start_ns + 1)
+
+
+def wall_clock() -> Callable[[], int]:
+    """A clock in Unix nanoseconds that never steps back: the wall clock once, then the monotonic one."""
+    offset = time.time_ns() - time.perf_counter_ns()
+    return lambda: time.perf_counter_ns() + offset
+
+
+class Recorder(RequestTrace):
+    """Keeps a request's spans as plain data until ``finish`` exports or drops them."""
+
+    __slots__ = (
+        "_chats", "_children", "_clock", "_export", "_head", "_ratio", "_root", "_slow_first_byte_s", "_slow_s",
+        "_state", "captures_content", "keep", "trace_id",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        attributes: Attributes,
+        *,
+        export: Callable[[list[SpanData]], None],
+        sampled: Callable[[SpanContext, SpanContext | None, float | None], bool],
+        slow_s: float,
+        captures_content: bool = False,
+        clock: Callable[[], int] | None = None,
+    ) -> None:
+        """``sampled(context, parent, tenant_ratio)`` is the head decision, asked when needed."""
+        self._clock = clock or wall_clock()
+        self._export = export
+        self._head = sampled
+        self._ratio: float | None = None
+        self._slow_s = slow_s
+        self._slow_first_byte_s: float | None = None
+        self._children: list[SpanData] = []
+        self._chats: list[SpanData] = []
+        self._root = SpanData(
+            name, context, parent, kind="server", start_ns=self._clock(), attributes=clean(attributes)
+        )
+        self.trace_id = f"{context.trace_id:032x}"
+        self.keep = False
+        self.captures_content = captures_content
+
+    def identify(
+        self,
+        *,
+        tenant: str,
+        service_class: str | None = None,
+        sample_ratio: float | None = None,
+        slow_first_byte_s: float | None = None,
+    ) -> None:
+        self.tag({"forebay.tenant": tenant, "forebay.class": service_class})
+        self._ratio = sample_ratio
+        self._slow_first_byte_s = slow_first_byte_s
+
+    def tag(self, attributes: Attributes) -> None:
+        if not self._root.end_ns:
+            self._root.attributes.update(clean(attributes))
+
+    def begin(self, station: Station) -> Span:
+        if self._root.end_ns:
+            return _NO_SPAN
+        return self._child(station, "internal", {})
+
+    def begin_chat(self, model: str, attributes: Attributes) -> Span:
+        if self._root.end_ns:
+            return _NO_SPAN
+        span = self._child(f"chat {model}", "client", attributes)
+        if self._chats:
+            span.data.links.append(Link(self._chats[0].context, {"forebay.link": "retry_of"}))
+        self._chats.append(span.data)
+        return span
+
+    def content(self, *, input_messages: str | None = None, output_messages: str | None = None) -> None:
+        if self.captures_content and self._chats and not self._root.end_ns:
+            self._chats[-1].attributes.update(
+                clean({"gen_ai.input.messages": input_messages, "gen_ai.output.messages": output_messages})
+            )
+
+    def event(self, name: EventName) -> None:
+        if not self._root.end_ns and all(event[0] != name for event in self._root.events):
+            self._root.events.append((name, self._clock(), {}))
+
+    def inject(self) -> dict[str, str]:
+        context = self._chats[-1].context if self._chats else self._root.context
+        return format_traceparent(replace(context, sampled=self._sampled()))
+
+    def finish(
+        self,
+        outcome: Outcome,
+        *,
+        status: int | None = None,
+        error_type: str | None = None,
+        reason: str | None = None,
+    ) -> bool:
+        root = self._root
+        if root.end_ns:
+            return self.keep
+        failed = outcome not in ("ok", "cancelled")
+        cause = error_type or reason or outcome
+        self.tag(
+            {
+                "forebay.outcome": outcome,
+                "forebay.shed.reason": reason if outcome == "shed" else None,
+                "http.response.status_code": status,
+                "error.type": cause if failed else None,
+            }
+        )
+        self._close_open(cause if failed else None)
+        # A SERVER span stays unset for 4xx (HTTP conventions); an in-band error after a 200 is an error.
+        root.error = failed and not (status is not None and 400 <= status < 500)
+        last = self._children[-1].end_ns + GAP_NS if self._children else 0
+        root.end_ns = max(self._clock(), root.start_ns + 1, last, *(at for _, at, _ in root.events))
+        self.keep = root.error or outcome in ("shed", "timeout") or self._is_slow() or self._sampled()
+        if self.keep:
+            self._export([root, *self._children])
+        return self.keep
+
+    def _sampled(self) -> bool:
+        return self._head(self._root.context, self._root.parent, self._ratio)
+
+    def _is_slow(self) -> bool:
+        root = self._root
+        if root.end_ns - root.start_ns >= self._slow_s * 1e9:
+            return True
+        first = next((at for name, at, _ in root.events if name == "first_byte"), None)
+        limit = self._slow_first_byte_s
+        return first is not None and limit is not None and first - root.start_ns > limit * 1e9
+
+    def _child(self, name: str, kind: Literal["internal", "client"], attributes: Attributes) -> _OpenSpan:
+        self._close_open(None)
+        start = self._clock()
+        if self._children:
+            start = max(start, self._children[-1].end_ns + GAP_NS)
+        parent = self._root.context
+        data = SpanData(name, child_of(parent), parent, kind=kind, start_ns=start, attributes=clean(attributes))
+        self._children.append(data)
+        return _OpenSpan(data, self._clock)
+
+    def _close_open(self, error_type: str | None) -> None:
+        """End the last child if it is open: only the last one can be."""
+        if self._children and not self._children[-1].end_ns:
+            span = _OpenSpan(self._children[-1], self._clock)
+            if error_type is not None and not span.data.error:
+                span.fail(error_type)
+            span.end()
