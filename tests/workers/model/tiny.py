@@ -1,0 +1,140 @@
+"""Tiny random Llama models on disk, as safetensors directory and as GGUF, for tests that need no language."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from tokenizers import pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from workers.model.gguf_unpack import _LAYER, _TOP
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def config(**changes: Any) -> LlamaConfig:
+    """A Llama of two layers; ``changes`` override its fields."""
+    fields: dict[str, Any] = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    return LlamaConfig(**{**fields, **changes})
+
+
+def model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """A random Llama in fp32 with weights large enough that its logits differ clearly."""
+    torch.manual_seed(seed)
+    made = LlamaForCausalLM(config(**changes)).eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            spread = 0.3 if "norm" in name else 0.15
+            parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if "norm" in name else 0.0))
+    return made
+
+
+def vocabulary() -> list[str]:
+    """Three control tokens, the 256 byte symbols, then made-up merges up to 300 entries."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = [letter for letter in alphabet if letter.isascii() and letter.isalpha()]
+    merged = [first + second for first in letters[:5] for second in letters[5:14]]
+    return (SPECIAL + alphabet + merged)[:300]
+
+
+def write_directory(made: LlamaForCausalLM, directory: Path) -> Path:
+    """Save as a model directory, with a tokenizer.json of the same vocabulary."""
+    from workers.model.gguf_tokenizer import tokenizer_json_of
+
+    made.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text(tokenizer_json_of(_tokenizer_metadata()), encoding="utf-8")
+    return directory
+
+
+def write_gguf(made: LlamaForCausalLM, path: Path, quantise: bool = False, **metadata: str) -> Path:
+    """Save as GGUF, q and k reordered as llama.cpp's converter does."""
+    settings = made.config
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(settings.num_hidden_layers)
+    writer.add_context_length(settings.max_position_embeddings)
+    writer.add_embedding_length(settings.hidden_size)
+    writer.add_feed_forward_length(settings.intermediate_size)
+    writer.add_head_count(settings.num_attention_heads)
+    writer.add_head_count_kv(settings.num_key_value_heads)
+    writer.add_key_length(settings.head_dim)
+    writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
+    writer.add_rope_freq_base(settings.rope_parameters["rope_theta"])
+    tokenizer = _tokenizer_metadata()
+    writer.add_tokenizer_model(tokenizer["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(tokenizer["tokenizer.ggml.pre"])
+    writer.add_token_list(tokenizer["tokenizer.ggml.tokens"])
+    writer.add_token_types(tokenizer["tokenizer.ggml.token_type"])
+    writer.add_token_merges(tokenizer["tokenizer.ggml.merges"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for key, value in metadata.items():
+        writer.add_string(key.replace("__", "."), value)
+    for name, tensor in made.state_dict().items():
+        if name == "lm_head.weight" and settings.tie_word_embeddings:
+            continue
+        array = tensor.numpy()
+        if "q_proj" in name:
+            array = _permute(array, settings.num_attention_heads)
+        elif "k_proj" in name:
+            array = _permute(array, settings.num_key_value_heads)
+        if quantise and array.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(_gguf_name(name), array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _permute(array: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's convert_hf_to_gguf does to q and k: halves → interleaved pairs."""
+    rows, columns = array.shape
+    return array.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns).copy()
+
+
+def _gguf_name(name: str) -> str:
+    for ours, theirs in _TOP.items():
+        if theirs == name:
+            return ours
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}." + next(ours for ours, theirs in _LAYER.items() if theirs == rest)
+
+
+def _tokenizer_metadata() -> dict[str, Any]:
+    tokens = vocabulary()
+    merges = [f"{token[0]} {token[1]}" for token in tokens if len(token) == 2]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in SPECIAL else 1 for token in tokens],
+        "tokenizer.ggml.merges": merges,
+    }
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Overwrite fields of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

@@ -1,0 +1,118 @@
+"""The tokenizer inside a GGUF file → ``tokenizer.json`` (Hugging Face tokenizers format) and its companions. No torch.
+
+GGUF names the pre-tokenizer (``tokenizer.ggml.pre``) but does not carry its rules; the table below does. Output bytes
+depend on the metadata alone, so their sha256 names the tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from workers.model_store import ModelStoreError
+
+Json = dict[str, Any]
+
+_CONTROL, _USER_DEFINED = 3, 4
+_BYTE_LEVEL: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _sequence(*parts: Json) -> Json:
+    return {"type": "Sequence", "pretokenizers": list(parts)}
+
+
+PRE_TOKENIZERS: dict[str, Json] = {
+    "gpt-2": _BYTE_LEVEL,
+    "smollm": _sequence({"type": "Digits", "individual_digits": True}, _BYTE_LEVEL),
+    "llama-bpe": _sequence(
+        {"type": "Split", "pattern": {"Regex": _LLAMA3_SPLIT}, "behavior": "Isolated", "invert": False},
+        {**_BYTE_LEVEL, "use_regex": False},
+    ),
+}
+_IGNORE_MERGES = {"llama-bpe"}
+
+
+def tokenizer_json_of(metadata: Json) -> str:
+    """``tokenizer.json`` text. Raises ModelStoreError when the tokenizer is not byte-level BPE of a known kind."""
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
+    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+        raise ModelStoreError(
+            f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported (supported: gpt2 with "
+            f"{', '.join(PRE_TOKENIZERS)}); use a directory with the model's own tokenizer.json"
+        )
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    added = [
+        {
+            "id": index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": type_ == _CONTROL,
+        }
+        for index, (token, type_) in enumerate(zip(tokens, types, strict=True))
+        if type_ in (_CONTROL, _USER_DEFINED)
+    ]
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": PRE_TOKENIZERS[pre],
+        "post_processor": None,
+        "decoder": {**_BYTE_LEVEL, "add_prefix_space": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": pre in _IGNORE_MERGES,
+            "vocab": {token: index for index, token in enumerate(tokens)},
+            "merges": [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]],
+        },
+    }
+    return json.dumps(document, ensure_ascii=False)
+
+
+def tokenizer_config_of(metadata: Json) -> str:
+    """``tokenizer_config.json`` text: chat template and the names of the special tokens."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    config: Json = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_prefix_space": bool(metadata.get("tokenizer.ggml.add_space_prefix", False)),
+        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": int(metadata.get("llama.context_length", 0)) or None,
+    }
+    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        index = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        if index is not None:
+            config[f"{ours}_token"] = tokens[index]
+    if template := metadata.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    return json.dumps(config, ensure_ascii=False, indent=1)
+
+
+def generation_config_of(metadata: Json) -> str:
+    """``generation_config.json`` text. End tokens: those named, and a control token ``<|endoftext|>``."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    if "<|endoftext|>" in tokens and types[tokens.index("<|endoftext|>")] == _CONTROL:
+        ends.append(tokens.index("<|endoftext|>"))
+    config = {
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+    return json.dumps(config, indent=1)

@@ -1,0 +1,179 @@
+"""GGUF → the files of a Hugging Face model directory, one tensor at a time in memory. No torch.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Quantised tensors are dequantised once; the
+worker then computes on what the quantised file says, rounded to the target type.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from workers.model.gguf_tokenizer import generation_config_of, tokenizer_config_of, tokenizer_json_of
+from workers.model_store import ModelStoreError, Progress
+
+Metadata = dict[str, Any]
+Array = NDArray[Any]
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+
+
+class GgufModel:
+    """A GGUF file opened for reading (memory-mapped): metadata, config, tensors under their Hugging Face names."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelStoreError when the file is not GGUF or not of a supported architecture."""
+        self.path = path
+        try:
+            self._reader = GGUFReader(str(path))
+        except (ValueError, OSError, IndexError, KeyError) as error:
+            raise ModelStoreError(f"{path} is not a readable GGUF file: {error}") from error
+        self.metadata: Metadata = {name: field.contents() for name, field in self._reader.fields.items()}
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        architecture = self.metadata.get("general.architecture")
+        if architecture != "llama":
+            raise ModelStoreError(f"{path}: general.architecture is {architecture!r}; supported in GGUF: llama")
+        if "rope_freqs.weight" in self._tensors or f"{architecture}.rope.scaling.type" in self.metadata:
+            raise ModelStoreError(
+                f"{path}: scaled RoPE in GGUF is not supported; use the model's safetensors directory instead"
+            )
+
+    def config(self) -> dict[str, Any]:
+        """The ``config.json`` this file amounts to."""
+        meta, heads = self.metadata, int(self._need("llama.attention.head_count"))
+        hidden = int(self._need("llama.embedding_length"))
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": hidden,
+            "intermediate_size": int(self._need("llama.feed_forward_length")),
+            "num_hidden_layers": int(self._need("llama.block_count")),
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(meta.get("llama.attention.head_count_kv", heads)),
+            "head_dim": int(meta.get("llama.attention.key_length", hidden // heads)),
+            "max_position_embeddings": int(self._need("llama.context_length")),
+            # Stored as float32; seven digits give back the decimal that was meant (1e-05, not 9.99999974e-06).
+            "rms_norm_eps": float(f"{self._need('llama.attention.layer_norm_rms_epsilon'):.7g}"),
+            "rope_theta": float(meta.get("llama.rope.freq_base", 10000.0)),
+            "vocab_size": len(self._need("tokenizer.ggml.tokens")),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
+            "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
+            "dtype": "bfloat16",
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tensor name → shape [out, in], in file order."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, tensor in self._tensors.items():
+            found[_hf_name(name, self.path)] = tuple(int(size) for size in reversed(tensor.shape))
+        return found
+
+    def tensors(self) -> Iterator[tuple[str, Array]]:
+        """(name, fp32 array [out, in]) in the order of ``shapes``; rows of q and k in the half-split RoPE order."""
+        config = self.config()
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        for name, tensor in self._tensors.items():
+            array = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+            array = array.reshape(tuple(int(size) for size in reversed(tensor.shape)))
+            if name.endswith("attn_q.weight"):
+                array = unpermute(array, heads)
+            elif name.endswith("attn_k.weight"):
+                array = unpermute(array, kv_heads)
+            yield _hf_name(name, self.path), array
+
+    def _need(self, key: str) -> Any:
+        if key not in self.metadata:
+            raise ModelStoreError(f"{self.path}: GGUF metadata lacks {key}")
+        return self.metadata[key]
+
+
+def unpermute(array: Array, heads: int) -> Array:
+    """Undo llama.cpp's reordering of q/k rows: interleaved RoPE pairs (2i, 2i+1) → halves (i, i + head_dim/2)."""
+    rows, columns = array.shape
+    pairs = array.reshape(heads, rows // heads // 2, 2, columns)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows, columns))
+
+
+def to_bf16_bits(array: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Round fp32 to bfloat16, nearest even, as torch does; returns the bit patterns. NaN stays NaN."""
+    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+    nan = np.isnan(array)
+    if nan.any():
+        rounded[nan] = 0x7FC0
+    return rounded
+
+
+def unpack(gguf: Path, directory: Path, progress: Progress | None, dtype: Literal["bf16", "f32"] = "bf16") -> None:
+    """Write tokenizer, configs and ``model.safetensors`` into ``directory``. Raises ModelStoreError."""
+    model = GgufModel(gguf)
+    config = model.config()
+    config["dtype"] = "bfloat16" if dtype == "bf16" else "float32"
+    files = {
+        "tokenizer.json": tokenizer_json_of(model.metadata),
+        "tokenizer_config.json": tokenizer_config_of(model.metadata),
+        "generation_config.json": generation_config_of(model.metadata),
+        "config.json": json.dumps(config, indent=1),
+    }
+    for name, text in files.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    _write_safetensors(model, directory / "model.safetensors", progress, dtype)
+
+
+def _write_safetensors(model: GgufModel, path: Path, progress: Progress | None, dtype: Literal["bf16", "f32"]) -> None:
+    """Stream tensors into one safetensors file: u64 header length, JSON header, data back to back."""
+    width, label = (2, "BF16") if dtype == "bf16" else (4, "F32")
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in model.shapes().items():
+        size = int(np.prod(shape)) * width
+        header[name] = {"dtype": label, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    done = 0
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, array in model.tensors():
+            data = to_bf16_bits(array).tobytes() if dtype == "bf16" else array.tobytes()
+            file.write(data)
+            done += len(data)
+            if progress:
+                progress("unpack", done, offset)
+
+
+def _hf_name(name: str, path: Path) -> str:
+    if name in _TOP:
+        return _TOP[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+    if match and match[2] in _LAYER:
+        return f"model.layers.{match[1]}.{_LAYER[match[2]]}"
+    raise ModelStoreError(f"{path}: tensor {name!r} does not belong to a plain Llama decoder")

@@ -1,0 +1,96 @@
+// y = x W^T over weights packed so that every thread reads its part of memory strictly in sequence.
+//
+// Layout: panels of 32 columns, [n/32][k/K][2][16][K] with K = 2 for bf16 (pairs for the dot instruction), 1 for fp32.
+// One register tile is up to kRows rows x 32 columns; the sum over k runs in one accumulator in order, so a row's result
+// depends neither on the other rows nor on how many there are.
+#pragma once
+#include "vec.h"
+
+namespace fb {
+
+enum Epilogue { kStore, kAdd, kSilu, kGelu };
+constexpr long kPanel = 32;
+constexpr long kAhead = 8192;  // bytes: far enough ahead for DRAM, measured
+
+struct Linear {
+  const void* w;
+  const float* bias;  // padded to n, or null
+  long n, k;          // n is padded to a multiple of 32
+};
+
+inline V silu(V x) { return div(x, add(set1(1.f), exp(sub(zero(), x)))); }
+
+// tanh approximation of GELU, as Gemma uses it: 0.5 x (1 + tanh(u)) = x * sigmoid(2u)
+inline V gelu(V x) {
+  V u = mul(set1(1.5957691216057308f), fma(mul(set1(0.044715f), mul(x, x)), x, x));
+  return div(x, add(set1(1.f), exp(sub(zero(), u))));
+}
+
+template <class P, int R, int E>
+inline void tile(const typename P::T* x, long ldx, const typename P::T* w, long k, const float* bias, void* out, long ldo,
+                 long col) {
+  V a[R][2];
+  for (int r = 0; r < R; r++) a[r][0] = a[r][1] = zero();
+  for (long i = 0; i < k; i += P::K) {
+    typename P::W w0 = P::loadw(w), w1 = P::loadw(w + 16 * P::K);
+    prefetch((const char*)w + kAhead);
+    prefetch((const char*)w + kAhead + 64);
+    w += kPanel * P::K;
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      a[r][0] = P::mac(a[r][0], w0, x + r * ldx + i);
+      a[r][1] = P::mac(a[r][1], w1, x + r * ldx + i);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    V lo = a[r][0], hi = a[r][1];
+    if (bias) {
+      lo = add(lo, load(bias + col));
+      hi = add(hi, load(bias + col + 16));
+    }
+    if (E == kSilu || E == kGelu) {  // a panel holds 16 gate columns, then their 16 up columns
+      P::store((typename P::T*)out + r * ldo + col / 2, mul(E == kSilu ? silu(lo) : gelu(lo), hi));
+    } else {
+      float* o = (float*)out + r * ldo + col;
+      if (E == kAdd) {
+        lo = add(lo, load(o));
+        hi = add(hi, load(o + 16));
+      }
+      store(o, lo);
+      store(o + 16, hi);
+    }
+  }
+}
+
+template <class P, int E, int R>
+inline void tail(long rows, const typename P::T* x, long ldx, const typename P::T* w, long k, const float* bias, void* out,
+                 long ldo, long col) {
+  if constexpr (R > 0) {
+    if (rows == R)
+      tile<P, R, E>(x, ldx, w, k, bias, out, ldo, col);
+    else
+      tail<P, E, R - 1>(rows, x, ldx, w, k, bias, out, ldo, col);
+  }
+}
+
+// Columns of panels [p0, p1) for all rows. `out` is float [rows][ldo], or P::T for the gated epilogues.
+template <class P, int E>
+inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, long rows, void* out, long ldo) {
+  const long unit = (E == kSilu || E == kGelu) ? long(sizeof(typename P::T)) : 4;
+  for (long p = p0; p < p1; p++) {
+    const typename P::T* w = (const typename P::T*)l.w + p * kPanel * l.k;
+    long r = 0;
+    for (; r + kRows <= rows; r += kRows)
+      tile<P, kRows, E>(x + r * l.k, l.k, w, l.k, l.bias, (char*)out + r * ldo * unit, ldo, p * kPanel);
+    if (r < rows)
+      tail<P, E, kRows - 1>(rows - r, x + r * l.k, l.k, w, l.k, l.bias, (char*)out + r * ldo * unit, ldo, p * kPanel);
+  }
+}
+
+// Thread t's panels, contiguous.
+struct Span {
+  long begin, end;
+};
+inline Span share(long total, int t, int threads) { return {total * t / threads, total * (t + 1) / threads}; }
+
+}  // namespace fb

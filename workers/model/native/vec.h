@@ -1,0 +1,252 @@
+// Sixteen floats as one value, on AVX-512, AVX2 and plain C++. Everything above this file is written once.
+//
+// Rules
+// - Every operation works lane by lane except hsum/hmax; no operation's result depends on neighbouring values.
+// - `Bf16` and `F32` are the two storage types: `mac` adds x*w for one k (F32) or a pair of ks (Bf16) to 16 columns.
+// - bf16 rounding is to nearest even. Values are finite by contract; NaN never meets a masked lane.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace fb {
+
+inline float bf16_to_float(uint16_t b) {
+  uint32_t u = uint32_t(b) << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+
+inline uint16_t float_to_bf16(float f) {
+  uint32_t u;
+  std::memcpy(&u, &f, 4);
+  return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+#if defined(__AVX512F__)
+// ---------------------------------------------------------------- AVX-512
+typedef __m512 V;
+inline V zero() { return _mm512_setzero_ps(); }
+inline V set1(float x) { return _mm512_set1_ps(x); }
+inline V load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+inline V add(V a, V b) { return _mm512_add_ps(a, b); }
+inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
+inline V div(V a, V b) { return _mm512_div_ps(a, b); }
+inline V max(V a, V b) { return _mm512_max_ps(a, b); }
+inline V min(V a, V b) { return _mm512_min_ps(a, b); }
+inline float hmax(V a) { return _mm512_reduce_max_ps(a); }
+inline float hsum(V a) { return _mm512_reduce_add_ps(a); }
+// Lanes [lo, hi) keep their value, the others become `other`.
+inline V keep(V a, int lo, int hi, V other) {
+  uint32_t m = ((1u << hi) - 1) & ~((1u << lo) - 1);
+  return _mm512_mask_blend_ps(__mmask16(m), other, a);
+}
+inline V round_nearest(V a) { return _mm512_roundscale_ps(a, 0); }
+inline V scale2(V a, V n) { return _mm512_scalef_ps(a, n); }
+#if defined(__AVX512BF16__)
+inline void store_bf16(uint16_t* p, V v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v)); }
+#else
+inline void store_bf16(uint16_t* p, V v) {
+  __m512i u = _mm512_castps_si512(v);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  u = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(u));
+}
+#endif
+constexpr int kRows = 12;  // rows of one register tile: 12 x 2 accumulators of 32 registers
+
+#elif defined(__AVX2__) && defined(__FMA__)
+// ---------------------------------------------------------------- AVX2
+struct V {
+  __m256 a, b;
+};
+inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline V set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, V v) {
+  _mm256_storeu_ps(p, v.a);
+  _mm256_storeu_ps(p + 8, v.b);
+}
+inline V fma(V x, V y, V z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline V mul(V x, V y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline V add(V x, V y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline V sub(V x, V y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline V div(V x, V y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline V max(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline V min(V x, V y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline float hmax(V v) {
+  float t[8], m;
+  _mm256_storeu_ps(t, _mm256_max_ps(v.a, v.b));
+  m = t[0];
+  for (int i = 1; i < 8; i++) m = t[i] > m ? t[i] : m;
+  return m;
+}
+inline float hsum(V v) {
+  float t[8];
+  _mm256_storeu_ps(t, _mm256_add_ps(v.a, v.b));
+  return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
+}
+inline V keep(V v, int lo, int hi, V other) {
+  float t[16], o[16];
+  store(t, v);
+  store(o, other);
+  for (int i = 0; i < 16; i++) t[i] = i >= lo && i < hi ? t[i] : o[i];
+  return load(t);
+}
+inline V round_nearest(V v) { return {_mm256_round_ps(v.a, 8), _mm256_round_ps(v.b, 8)}; }
+inline __m256 scale2(__m256 a, __m256 n) {
+  __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(e));
+}
+inline V scale2(V v, V n) { return {scale2(v.a, n.a), scale2(v.b, n.b)}; }
+inline void store_bf16(uint16_t* p, V v) {
+  float t[16];
+  store(t, v);
+  for (int i = 0; i < 16; i++) p[i] = float_to_bf16(t[i]);
+}
+constexpr int kRows = 2;
+
+#else
+// ---------------------------------------------------------------- portable
+struct V {
+  float f[16];
+};
+#define FB_LANES(expr)                      \
+  V r;                                      \
+  for (int i = 0; i < 16; i++) r.f[i] = (expr); \
+  return r;
+inline V zero() { FB_LANES(0.f) }
+inline V set1(float x) { FB_LANES(x) }
+inline V load(const float* p) { FB_LANES(p[i]) }
+inline void store(float* p, V v) { std::memcpy(p, v.f, 64); }
+inline V fma(V a, V b, V c) { FB_LANES(a.f[i] * b.f[i] + c.f[i]) }
+inline V mul(V a, V b) { FB_LANES(a.f[i] * b.f[i]) }
+inline V add(V a, V b) { FB_LANES(a.f[i] + b.f[i]) }
+inline V sub(V a, V b) { FB_LANES(a.f[i] - b.f[i]) }
+inline V div(V a, V b) { FB_LANES(a.f[i] / b.f[i]) }
+inline V max(V a, V b) { FB_LANES(a.f[i] > b.f[i] ? a.f[i] : b.f[i]) }
+inline V min(V a, V b) { FB_LANES(a.f[i] < b.f[i] ? a.f[i] : b.f[i]) }
+inline float hmax(V v) {
+  float m = v.f[0];
+  for (int i = 1; i < 16; i++) m = v.f[i] > m ? v.f[i] : m;
+  return m;
+}
+inline float hsum(V v) {
+  float s = 0;
+  for (int i = 0; i < 16; i++) s += v.f[i];
+  return s;
+}
+inline V keep(V v, int lo, int hi, V other) { FB_LANES(i >= lo && i < hi ? v.f[i] : other.f[i]) }
+inline V round_nearest(V v) { FB_LANES(std::nearbyint(v.f[i])) }
+inline V scale2(V v, V n) { FB_LANES(std::ldexp(v.f[i], int(n.f[i]))) }
+inline void store_bf16(uint16_t* p, V v) {
+  for (int i = 0; i < 16; i++) p[i] = float_to_bf16(v.f[i]);
+}
+#undef FB_LANES
+constexpr int kRows = 4;
+#endif
+
+// e^x to about 2 ulp for x <= 88: x = n ln2 + r (Cody-Waite), degree-6 minimax on r. Cephes expf's coefficients.
+inline V exp(V x) {
+  x = max(min(x, set1(88.f)), set1(-87.f));
+  V n = round_nearest(mul(x, set1(1.44269504088896341f)));
+  V r = fma(n, set1(-0.693359375f), x);
+  r = fma(n, set1(2.12194440e-4f), r);
+  V p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, mul(r, r), add(r, set1(1.f)));
+  return scale2(p, n);
+}
+
+// ---------------------------------------------------------------- storage types
+struct F32 {
+  typedef float T;
+  typedef V W;
+  static constexpr int K = 1;  // ks per mac
+  static W loadw(const T* p) { return load(p); }
+  static V mac(V acc, W w, const T* x) { return fma(set1(*x), w, acc); }
+  static void store(T* p, V v) { fb::store(p, v); }
+  static T from(float f) { return f; }
+  static float to(T t) { return t; }
+};
+
+struct Bf16 {
+  typedef uint16_t T;
+  static constexpr int K = 2;
+  static void store(T* p, V v) { store_bf16(p, v); }
+  static T from(float f) { return float_to_bf16(f); }
+  static float to(T t) { return bf16_to_float(t); }
+  static int32_t pair(const T* x) {
+    int32_t i;
+    std::memcpy(&i, x, 4);
+    return i;
+  }
+#if defined(__AVX512BF16__)
+  typedef __m512bh W;
+  static W loadw(const T* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static V mac(V acc, W w, const T* x) { return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(pair(x)), w); }
+#elif defined(__AVX512F__)
+  typedef __m512i W;
+  static W loadw(const T* p) { return _mm512_loadu_si512(p); }
+  static V mac(V acc, W w, const T* x) {
+    acc = fma(set1(bf16_to_float(x[0])), _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), acc);
+    return fma(set1(bf16_to_float(x[1])), _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int(0xffff0000)))), acc);
+  }
+#elif defined(__AVX2__) && defined(__FMA__)
+  struct W {
+    __m256i a, b;
+  };
+  static W loadw(const T* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 16))}; }
+  static V mac(V acc, W w, const T* x) {
+    const __m256i hi = _mm256_set1_epi32(int(0xffff0000));
+    V e = {_mm256_castsi256_ps(_mm256_slli_epi32(w.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(w.b, 16))};
+    V o = {_mm256_castsi256_ps(_mm256_and_si256(w.a, hi)), _mm256_castsi256_ps(_mm256_and_si256(w.b, hi))};
+    return fma(set1(bf16_to_float(x[1])), o, fma(set1(bf16_to_float(x[0])), e, acc));
+  }
+#else
+  struct W {
+    const T* p;
+  };
+  static W loadw(const T* p) { return {p}; }
+  static V mac(V acc, W w, const T* x) {
+    float a = bf16_to_float(x[0]), b = bf16_to_float(x[1]);
+    for (int i = 0; i < 16; i++) acc.f[i] += a * bf16_to_float(w.p[2 * i]) + b * bf16_to_float(w.p[2 * i + 1]);
+    return acc;
+  }
+#endif
+};
+
+inline const char* isa() {
+#if defined(__AVX512BF16__)
+  return "avx512_bf16";
+#elif defined(__AVX512F__)
+  return "avx512";
+#elif defined(__AVX2__) && defined(__FMA__)
+  return "avx2";
+#else
+  return "portable";
+#endif
+}
+
+}  // namespace fb
