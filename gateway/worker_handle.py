@@ -1,0 +1,367 @@
+"""One session with one worker, as the gateway sees it: state, live in-flight figures, and the way to send to it.
+
+Rules
+- A handle lives for one start of one worker: ``loading → ready → (draining) → down``, never back. A restarted worker
+  gets a new handle with the same name and the next ``incarnation``.
+- Lives on the event loop; nothing here blocks or awaits except ``purge``.
+- In flight from ``send(Generate)`` until the worker reported the end of every choice (also after a cancel: the worker's
+  slot is busy until it says so) or was lost.
+- Figures of ``view`` are the worker's last report plus what was sent since; their age is in ``stale_s``. Stale figures
+  are flagged, never hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Protocol
+
+from gateway.breaker import Breaker
+from policies.types import PrefixKey, WorkerView
+from workers.protocol import Down, Generate, Hello, Purge, Purged, SequenceOutput, StepOutputs, WorkerStats
+from workers.rpc import LinkError
+
+
+class WorkerState(StrEnum):
+    """Where a worker is in its life."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+class LossKind(StrEnum):
+    """Why a worker is gone."""
+
+    EXITED = "exited"
+    """The process ended by itself, with an exit code."""
+    SIGNALLED = "signalled"
+    """The process was ended by a signal that this gateway did not send (crash, out of memory, an operator)."""
+    DISCONNECTED = "disconnected"
+    """The stream broke; the process may be alive (static workers)."""
+    STALLED = "stalled"
+    """Running work and no step for ``step_stall_s``; this gateway killed it."""
+    PROTOCOL = "protocol"
+    """It said something that this gateway does not understand, or is not the worker it should be."""
+    REPLACED = "replaced"
+    """Another gateway took the session over."""
+    REFUSED = "refused"
+    """It does not take this gateway's secret."""
+    START_FAILED = "start_failed"
+    """It did not come up."""
+    STOPPED = "stopped"
+    """This gateway stopped it on purpose."""
+
+
+#: Losses that a request in flight may have caused. A dispatcher that counts them per request finds the poisonous one.
+SUSPICIOUS = frozenset({LossKind.EXITED, LossKind.SIGNALLED, LossKind.STALLED})
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoss:
+    """What is known about the end of a worker."""
+
+    kind: LossKind
+    detail: str = ""
+    """For the operator's log; never for a caller."""
+    exit_code: int | None = None
+    signal: int | None = None
+    inflight: tuple[str, ...] = ()
+    """Requests it had, in the order in which they were sent."""
+    computing: frozenset[str] = frozenset()
+    """Those of ``inflight`` of which it had reported anything: they were in its batch."""
+
+    @property
+    def suspicious(self) -> bool:
+        """True when a request in flight may have caused it."""
+        return self.kind in SUSPICIOUS
+
+
+class WorkerGoneError(Exception):
+    """The worker is not there (any more), or its line is full: nothing was sent. Route the request elsewhere."""
+
+
+class Link(Protocol):
+    """What a handle sends through; ``workers.rpc.WorkerClient`` is one."""
+
+    def send(self, message: Down) -> None:
+        """Queue a message without blocking. Raises ``workers.rpc.LinkError`` (nothing was sent)."""
+        ...
+
+
+class PoolListener(Protocol):
+    """What a pool tells its model's dispatcher. All calls come on the event loop, one at a time, and must not block.
+
+    Per handle: ``on_ready`` once, then any number of ``on_outputs``, then ``on_lost`` once; nothing after it.
+    A start that fails is no loss: there was no ``on_ready``. An exception from a listener is logged, never fatal.
+    """
+
+    def on_ready(self, handle: WorkerHandle) -> None:
+        """``handle`` said Hello and may be sent work."""
+        ...
+
+    def on_outputs(self, handle: WorkerHandle, outputs: StepOutputs) -> None:
+        """News of one or several steps. The handle's own figures are already up to date."""
+        ...
+
+    def on_lost(self, handle: WorkerHandle, reason: WorkerLoss) -> None:
+        """The worker is gone with everything in ``reason.inflight``; no output of those will come."""
+        ...
+
+
+#: Codes of ``SequenceOutput.error`` that are the worker's fault, not the caller's.
+WORKER_FAULTS = frozenset({"internal", "overloaded"})
+
+
+@dataclass(slots=True)
+class _InFlight:
+    prompt: int
+    max_tokens: int
+    left: dict[int, int]
+    """Output tokens still owed per open choice."""
+    prompt_left: int
+    promised: int = 0
+    """Blocks it will take that are not yet in the worker's own figures."""
+    seen: bool = False
+    started: bool = False
+    """Its first token came: its prompt's blocks are in the worker's own figures."""
+
+
+class WorkerHandle:
+    """One worker of a pool. Made by ``gateway.pool.Pool``; read and used by the dispatcher."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        model: str,
+        pool: str,
+        labels: Mapping[str, str],
+        incarnation: int,
+        clock: Callable[[], float],
+        breaker: Breaker | None = None,
+        stale_after_s: float = 2.0,
+    ) -> None:
+        self.name = name
+        """``<model>/<pool>-<index>``: the ``worker`` label of metrics and ``forebay.worker`` of spans."""
+        self.model = model
+        self.pool = pool
+        self.labels = labels
+        self.incarnation = incarnation
+        """1 for a slot's first start."""
+        self.state = WorkerState.LOADING
+        self.hello: Hello | None = None
+        self.stats = WorkerStats()
+        self.loss: WorkerLoss | None = None
+        self.breaker = breaker or Breaker()
+        self._clock = clock
+        self._stale_after_s = stale_after_s
+        self._link: Link | None = None
+        self._requests: dict[str, _InFlight] = {}
+        self._sequences = 0
+        self._owed = 0
+        self._promised = 0
+        self._block_size = 16
+        self._reported_at: float | None = None
+        self._step = 0
+        self._progress_at = clock()
+        self._hot: frozenset[PrefixKey] = frozenset()
+        self._hot_source: list[bytes] = []
+        self._purges: dict[str, asyncio.Future[Purged]] = {}
+
+    # -- for the dispatcher ---------------------------------------------------------------------------------------
+
+    @property
+    def inflight(self) -> int:
+        """Sequences (choices) sent and not yet ended."""
+        return self._sequences
+
+    @property
+    def inflight_tokens(self) -> int:
+        """Tokens still owed to them: prompt not yet computed + output not yet produced."""
+        return self._owed
+
+    @property
+    def inflight_ids(self) -> tuple[str, ...]:
+        """Requests in flight, in the order in which they were sent."""
+        return tuple(self._requests)
+
+    def available(self, now: float) -> bool:
+        """May it be sent a request now? Ready, and not set aside for its faults (then one probe per interval)."""
+        return self.state is WorkerState.READY and self.breaker.allows(now)
+
+    def stale_s(self, now: float) -> float:
+        """Age of the last report in seconds; 0 before Hello."""
+        return 0.0 if self._reported_at is None else max(0.0, now - self._reported_at)
+
+    def is_stale(self, now: float) -> bool:
+        """Are the block figures too old to gate dispatch (> 2 s)? Then only the in-flight count does."""
+        return self.stale_s(now) > self._stale_after_s
+
+    def view(self, now: float) -> WorkerView:
+        """The worker as routing policies see it, in O(1). ``inflight`` counts choices; ``free_blocks`` is net of what
+        was sent and is not yet in the worker's own figures."""
+        hello = self.hello
+        return WorkerView(
+            name=self.name,
+            model=self.model,
+            pool=self.pool,
+            labels=self.labels,
+            inflight=self._sequences,
+            inflight_tokens=self._owed,
+            waiting=self.stats.waiting,
+            max_running=hello.max_running if hello else 1,
+            free_blocks=max(0, self.stats.free_blocks + self.stats.cached_blocks - self._promised),
+            total_blocks=hello.blocks if hello else 0,
+            block_size=self._block_size,
+            hot_prefixes=self._hot,
+            stale_s=self.stale_s(now),
+        )
+
+    def send(self, message: Down) -> None:
+        """Queue a message to the worker; never blocks. Raises WorkerGoneError, and then nothing was sent or counted.
+
+        ``Generate`` is in flight from here on; it is refused unless the worker is ready, or when its id already is.
+        """
+        link = self._link
+        if link is None or self.state is WorkerState.DOWN:
+            raise WorkerGoneError(f"worker {self.name} is {self.state}")
+        if isinstance(message, Generate):
+            if self.state is not WorkerState.READY:
+                raise WorkerGoneError(f"worker {self.name} is {self.state}")
+            if message.id in self._requests:
+                raise ValueError(f"request {message.id} is already in flight at worker {self.name}")
+        try:
+            link.send(message)
+        except LinkError as error:
+            raise WorkerGoneError(f"worker {self.name}: {error}") from error
+        if isinstance(message, Generate):
+            self._track(message)
+
+    async def purge(self, scopes: list[bytes], timeout_s: float = 10.0) -> Purged:
+        """Have the cached blocks of ``scopes`` zeroed. Raises WorkerGoneError, TimeoutError."""
+        request_id = secrets.token_hex(8)
+        future: asyncio.Future[Purged] = asyncio.get_running_loop().create_future()
+        self._purges[request_id] = future
+        try:
+            self.send(Purge(id=request_id, scopes=scopes))
+            async with asyncio.timeout(timeout_s):
+                return await future
+        finally:
+            self._purges.pop(request_id, None)
+
+    # -- for the pool ---------------------------------------------------------------------------------------------
+
+    def opened(self, link: Link, hello: Hello) -> None:
+        """The worker said Hello."""
+        now = self._clock()
+        self._link = link
+        self.hello = hello
+        self._block_size = hello.block_size
+        self.stats = WorkerStats(free_blocks=hello.blocks)
+        self._reported_at = self._progress_at = now
+        self.state = WorkerState.READY
+
+    def received(self, outputs: StepOutputs) -> None:
+        """Account one report."""
+        now = self._clock()
+        self._reported_at = now
+        if outputs.step > self._step:
+            self._step = outputs.step
+            self._progress_at = now
+        self.stats = outputs.stats
+        if outputs.stats.hot_prefixes != self._hot_source:
+            self._hot_source = outputs.stats.hot_prefixes
+            self._hot = frozenset(map(PrefixKey, outputs.stats.hot_prefixes))
+        for output in outputs.outputs:
+            self._account(output, now)
+
+    def purged(self, receipt: Purged) -> None:
+        """A purge was answered. An answer nobody waits for any more is ignored."""
+        future = self._purges.get(receipt.id)
+        if future is not None and not future.done():
+            future.set_result(receipt)
+
+    def draining(self) -> None:
+        """Send it no new requests."""
+        if self.state in (WorkerState.LOADING, WorkerState.READY):
+            self.state = WorkerState.DRAINING
+
+    def stalled_s(self) -> float:
+        """Seconds of running work without a step; 0 when nothing is in flight."""
+        return self._clock() - self._progress_at if self._requests else 0.0
+
+    def closed(self, loss: WorkerLoss) -> WorkerLoss:
+        """The worker is gone. Returns ``loss`` with what it had in flight; the handle's figures go to zero."""
+        self.state = WorkerState.DOWN
+        self._link = None
+        self.loss = replace(
+            loss,
+            inflight=tuple(self._requests),
+            computing=frozenset(request_id for request_id, request in self._requests.items() if request.seen),
+        )
+        self._requests.clear()
+        self._sequences = self._owed = self._promised = 0
+        for future in self._purges.values():
+            if not future.done():
+                future.set_exception(WorkerGoneError(f"worker {self.name} was lost: {loss.kind}"))
+        return self.loss
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _track(self, message: Generate) -> None:
+        now = self._clock()
+        if not self._requests:
+            self._progress_at = now  # idle until now: the stall clock starts with this request
+        request = _InFlight(
+            prompt=len(message.tokens),
+            max_tokens=message.max_tokens,
+            left=dict.fromkeys(range(message.n), message.max_tokens),
+            prompt_left=len(message.tokens),
+            promised=-(-(len(message.tokens) + 1) // self._block_size),
+        )
+        self._requests[message.id] = request
+        self._sequences += message.n
+        self._owed += request.prompt + message.max_tokens * message.n
+        self._promised += request.promised
+        self.breaker.sent(message.id, now)
+
+    def _account(self, output: SequenceOutput, now: float) -> None:
+        request = self._requests.get(output.id)
+        if request is None or output.index not in request.left:
+            return
+        request.seen = True
+        if output.output_tokens or output.text is not None:
+            request.started = True
+            self.breaker.success()
+        self._account_prompt(request, output.prompt_computed + output.prompt_cached)
+        if output.finish is None:
+            left = max(0, request.max_tokens - output.output_tokens)
+            self._owed += left - request.left[output.index]
+            request.left[output.index] = left
+            return
+        self._owed -= request.left.pop(output.index)
+        self._sequences -= 1
+        if output.finish == "error" and output.error in WORKER_FAULTS:
+            self.breaker.fault(output.id, now)
+        else:
+            self.breaker.neutral(output.id)
+            if output.error == "draining":
+                self.draining()
+        if not request.left:
+            self._owed -= request.prompt_left
+            self._promised -= request.promised
+            del self._requests[output.id]
+
+    def _account_prompt(self, request: _InFlight, done: int) -> None:
+        if not request.prompt_left:
+            return
+        left = 0 if request.started else max(0, request.prompt - done)
+        promised = 0 if request.started else -(-(left + 1) // self._block_size)
+        self._owed += left - request.prompt_left
+        self._promised += promised - request.promised
+        request.prompt_left, request.promised = left, promised

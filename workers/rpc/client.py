@@ -1,0 +1,134 @@
+"""The gateway's end of the stream. The rules are in ``workers.rpc``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+
+from workers.protocol import Down, Generate, Up, decode_up, encode
+from workers.rpc.wire import (
+    CLIENT_OPTIONS,
+    MAX_FRAME,
+    MAX_QUEUED,
+    METHOD,
+    SECRET_KEY,
+    LinkError,
+    SessionError,
+    cancel_all,
+)
+
+
+class WorkerClient:
+    """The gateway's end: ``connect``, then ``async for message in client`` in one task, ``send`` from any.
+
+    One session per object; it belongs to the event loop.
+    """
+
+    def __init__(self, address: str, secret: str | None = None, *, max_queued: int = MAX_QUEUED) -> None:
+        self.address = address
+        self._secret = secret
+        self._max_queued = max_queued
+        self._channel: grpc.aio.Channel | None = None
+        self._call: Any = None
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._wake = asyncio.Event()
+        self._writer: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def connect(self, timeout_s: float = 30.0) -> None:
+        """Open the session; returns when the worker has let us in (it may still load its model).
+
+        Waits for a worker that does not listen yet. Raises SessionError.
+        """
+        metadata = ((SECRET_KEY, self._secret),) if self._secret is not None else ()
+        self._channel = grpc.aio.insecure_channel(self.address, options=CLIENT_OPTIONS)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._channel.channel_ready()
+                self._call = self._channel.stream_stream(METHOD)(metadata=metadata)
+                await self._call.initial_metadata()
+                if self._call.done():
+                    raise SessionError(*await _status(self._call))
+        except TimeoutError:
+            await self.close()
+            raise SessionError("unavailable", f"nobody answers at {self.address} within {timeout_s:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            await self.close()
+            raise SessionError(error.code().name.lower(), error.details() or "") from error
+        except BaseException:
+            await self.close()
+            raise
+        self._writer = asyncio.create_task(self._write())
+
+    def send(self, message: Down) -> None:
+        """Queue one message; never blocks. Raises LinkError, and then it was not queued.
+
+        The line is bounded for requests; what ends or steers them (cancel, purge …) has room beyond that.
+        """
+        if self._closed or self._writer is None or self._writer.done():
+            raise LinkError("the session has ended")
+        frame = encode(message)
+        if len(frame) > MAX_FRAME:
+            raise LinkError(f"the message has {len(frame)} bytes, a frame at most {MAX_FRAME}")
+        limit = self._max_queued if isinstance(message, Generate) else self._max_queued * 16
+        if len(self._queue) >= limit or (isinstance(message, Generate) and self._queued_bytes > MAX_FRAME):
+            raise LinkError(f"{len(self._queue)} messages already wait to be sent: the worker does not read")
+        self._queue.append(frame)
+        self._queued_bytes += len(frame)
+        self._wake.set()
+
+    async def __aiter__(self) -> AsyncIterator[Up]:
+        """Messages of the worker until it ends the session in good order. Raises SessionError when it breaks."""
+        while True:
+            try:
+                data = await self._call.read()
+            except grpc.aio.AioRpcError as error:
+                raise SessionError(error.code().name.lower(), error.details() or "") from error
+            except asyncio.CancelledError:
+                if self._closed:
+                    return
+                raise
+            if data is grpc.aio.EOF:
+                code, detail = await _status(self._call)
+                if code != "ok" and not self._closed:
+                    raise SessionError(code, detail)
+                return
+            try:
+                message = decode_up(data)
+            except msgspec.DecodeError as error:
+                raise SessionError("protocol", f"not a message of this protocol: {error}") from error
+            yield message
+
+    async def close(self) -> None:
+        """End the session; the worker cancels every request of it. Idempotent."""
+        self._closed = True
+        if self._writer is not None:
+            await cancel_all(self._writer)
+        if self._call is not None:
+            self._call.cancel()
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _write(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                frame = self._queue.popleft()
+                self._queued_bytes -= len(frame)
+                try:
+                    await self._call.write(frame)
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    return  # the reader reports why
+
+
+async def _status(call: Any) -> tuple[str, str]:
+    code: grpc.StatusCode = await call.code()
+    return code.name.lower(), await call.details() or ""

@@ -1,0 +1,204 @@
+"""The worker's end of the stream. The rules are in ``workers.rpc``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+
+from workers.protocol import Cancel, Down, Generate, Hello, Purged, StepOutputs, decode_down, encode
+from workers.rpc.outbox import Outbox, frames
+from workers.rpc.wire import MAX_FRAME, ORPHAN_WAIT_S, SECRET_KEY, SERVER_OPTIONS, SERVICE, cancel_all
+
+
+class WorkerServer:
+    """The worker's end. All methods but ``publish`` and ``purged`` belong to the event loop's thread."""
+
+    def __init__(self, address: str, on_message: Callable[[Down], None], *, secret: str | None = None) -> None:
+        """``address``: ``unix:/path`` or ``host:port`` (port 0 picks one). ``on_message`` must not block or raise.
+
+        It gets what the gateway sends, and a ``Cancel`` for every request of a session that ended.
+        Raises ValueError where the port would be open to anybody.
+        """
+        if secret is not None and not (secret and secret.isascii() and secret.isprintable()):
+            raise ValueError("the worker's secret must be one or more printable ASCII characters")
+        if secret is None:
+            _require_private_socket(address)
+        self.address = address
+        self._on_message = on_message
+        self._secret = secret.encode() if secret is not None else None
+        self._server: grpc.aio.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pending = asyncio.Event()
+        self._outbox = Outbox(self._wake)
+        self._hello: asyncio.Future[Hello] | None = None
+        self._session: _Session | None = None
+        self._takeover = asyncio.Lock()
+
+    @property
+    def live(self) -> list[str]:
+        """Requests of the open session that have not ended."""
+        return self._outbox.live
+
+    @property
+    def connected(self) -> bool:
+        """Is there a session?"""
+        return self._session is not None
+
+    async def start(self) -> None:
+        """Listen. Sets ``address`` to the real one. Raises OSError when it cannot."""
+        self._loop = asyncio.get_running_loop()
+        self._hello = self._loop.create_future()
+        server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=16)
+        handlers = {"Session": grpc.stream_stream_rpc_method_handler(self._serve)}  # type: ignore[no-untyped-call]
+        generic = grpc.method_handlers_generic_handler(SERVICE, handlers)  # type: ignore[no-untyped-call]
+        server.add_generic_rpc_handlers((generic,))
+        try:
+            port = server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {self.address}: in use, or not an address of this machine") from error
+        if self.address.startswith("unix:"):
+            os.chmod(self.address.removeprefix("unix:"), 0o600)
+        else:
+            self.address = f"{self.address.rpartition(':')[0]}:{port}"
+        await server.start()
+        self._server = server
+
+    def ready(self, hello: Hello) -> None:
+        """The model is loaded: greet the waiting gateway, and every later one."""
+        assert self._hello is not None, "start() first"
+        if not self._hello.done():
+            self._hello.set_result(hello)
+
+    def publish(self, outputs: StepOutputs) -> None:
+        """Send one step's news; merged with what is unsent while the reader is slow. From any thread, never blocks."""
+        self._outbox.put(outputs)
+
+    def purged(self, receipt: Purged) -> None:
+        """Answer a purge. From any thread."""
+        self._outbox.put_receipt(receipt)
+
+    async def end_session(self, timeout_s: float = 5.0) -> None:
+        """Send what is unsent and end the stream with OK (after a drain)."""
+        session = self._session
+        if session is not None:
+            session.finish.set()
+            self._pending.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(session.ended.wait(), timeout_s)
+
+    async def stop(self) -> None:
+        """Close the port and every stream."""
+        if self._server is not None:
+            await self._server.stop(0.2)
+            self._server = None
+        if self._hello is not None:
+            self._hello.cancel()
+
+    def _wake(self) -> None:
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                loop.call_soon_threadsafe(self._pending.set)
+
+    def _authorised(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> bool:
+        if self._secret is None:
+            return True
+        metadata = context.invocation_metadata() or ()
+        offered = [value for key, value in metadata if key == SECRET_KEY]
+        value = offered[0] if len(offered) == 1 else ""
+        return hmac.compare_digest(value if isinstance(value, bytes) else value.encode(), self._secret)
+
+    async def _serve(self, _: Any, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        if not self._authorised(context):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this worker takes only its gateway: wrong secret")
+        session = _Session()
+        async with self._takeover:
+            if self._session is not None:
+                self._session.replaced.set()
+                await self._session.ended.wait()
+            self._session = session
+        talk = asyncio.create_task(self._talk(session, context))
+        replaced = asyncio.create_task(session.replaced.wait())
+        try:
+            await asyncio.wait({talk, replaced}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_all(talk, replaced)
+            for request_id in self._outbox.close():
+                self._on_message(Cancel(id=request_id))
+            self._session = None
+            session.ended.set()
+        if not talk.cancelled():
+            talk.result()
+        elif session.replaced.is_set():
+            await context.abort(grpc.StatusCode.ABORTED, "another gateway took this worker over")
+
+    async def _talk(self, session: _Session, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        await context.send_initial_metadata(())
+        await self._greet(context)
+        self._outbox.open()
+        reader = asyncio.create_task(self._read(context))
+        writer = asyncio.create_task(self._write(session, context))
+        try:
+            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_all(reader, writer)
+        try:
+            for task in done:
+                task.result()
+        except msgspec.DecodeError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a message of this protocol: {error}")
+
+    async def _greet(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        assert self._hello is not None
+        hello = await asyncio.shield(self._hello)
+        deadline = asyncio.get_running_loop().time() + ORPHAN_WAIT_S
+        while self._outbox.orphans:
+            if asyncio.get_running_loop().time() > deadline:
+                await context.abort(
+                    grpc.StatusCode.UNAVAILABLE, "the requests of the last session are still not cancelled"
+                )
+            await asyncio.sleep(0.01)
+        await context.write(encode(hello))
+
+    async def _read(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        while (data := await context.read()) is not grpc.aio.EOF:
+            message = decode_down(data)
+            if isinstance(message, Generate) and not self._outbox.register(message.id, message.n):
+                continue  # an id that is running: its outputs could not be told apart
+            self._on_message(message)
+
+    async def _write(self, session: _Session, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        while True:
+            await self._pending.wait()
+            self._pending.clear()
+            for message in self._outbox.take():
+                for frame in frames(message, MAX_FRAME):
+                    await context.write(frame)
+            if session.finish.is_set():
+                return
+
+
+class _Session:
+    def __init__(self) -> None:
+        self.replaced = asyncio.Event()
+        self.finish = asyncio.Event()
+        self.ended = asyncio.Event()
+
+
+def _require_private_socket(address: str) -> None:
+    if not address.startswith("unix:"):
+        raise ValueError(f"a worker on {address} would be open to anybody: give it a secret, or a unix:/path address")
+    folder = Path(address.removeprefix("unix:")).parent
+    mode = folder.stat().st_mode
+    if stat.S_IMODE(mode) & 0o077 or folder.stat().st_uid != os.geteuid():
+        raise ValueError(f"{folder} can be entered by others: chmod 0700 it, or give the worker a secret")

@@ -1,0 +1,65 @@
+"""What both ends of the stream agree on: names, limits, channel options, errors. The rules are in ``workers.rpc``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+SERVICE = "forebay.Worker"
+METHOD = f"/{SERVICE}/Session"
+SECRET_KEY = "forebay-secret"  # noqa: S105 - the metadata key, not a secret
+MAX_FRAME = 64 * 2**20
+KEEPALIVE_S = 10
+KEEPALIVE_TIMEOUT_S = 5
+MAX_QUEUED = 1024
+"""Requests that may wait in a client's outbound line; control messages have sixteen times that."""
+ORPHAN_WAIT_S = 10.0
+"""How long a new session waits for the requests of the last one to be let go."""
+
+_COMMON: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_FRAME),
+    ("grpc.max_send_message_length", MAX_FRAME),
+    ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+SERVER_OPTIONS = [
+    *_COMMON,
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_S * 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+]
+CLIENT_OPTIONS = [
+    *_COMMON,
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+
+class LinkError(Exception):
+    """A message was not sent: the stream is gone, its line is full, or the message is too large."""
+
+
+class SessionError(Exception):
+    """The session ended or never began.
+
+    ``code`` is gRPC's status name in lower case, e.g. ``unauthenticated``, ``aborted`` (replaced by another gateway),
+    ``unavailable`` (connection lost), ``resource_exhausted`` (frame too large); or ``protocol``.
+    """
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(f"{code}: {detail}")
+        self.code = code
+        self.detail = detail
+
+
+async def cancel_all(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel and wait; what they raised stays in them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
