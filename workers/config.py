@@ -45,6 +45,9 @@ class EngineConfig(BaseModel):
     max_context: int | None = Field(None, ge=1)
     """Longest prompt + output in tokens; None = the model's own limit."""
     prefix_cache: bool = True
+    cache_share: float = Field(1.0, ge=0, le=1)
+    """Part of the pool that is split by weight between the tenants with cached blocks: below its part a tenant's cache is
+    safe from another's flood. 0 = evict in plain least-recently-used order."""
     mode: Literal["continuous", "static"] = "continuous"
     """``static`` batches are for comparison: a batch runs to its end before the next is admitted."""
     kv_cache_reuse: bool = True

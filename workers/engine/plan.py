@@ -35,7 +35,9 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Blocks to copy (source, destination) before the forward pass: copy on write of a shared partial tail."""
     zero: list[int] = field(default_factory=list)
-    """Blocks to zero before the forward pass (purged)."""
+    """Blocks to zero before the copies and the forward pass (purged). A plan without chunks has only these."""
+    started_ns: int = 0
+    """The caller's ``now`` at planning, for records."""
 
     @property
     def tokens(self) -> int:
@@ -56,6 +58,14 @@ class StepResult:
     """``sampled`` is parallel to the plan's samplers, flattened in chunk order."""
 
     sampled: list[Sampled]
+
+
+class SequenceFault(Exception):  # noqa: N818 - a fault of some sequences, not of the runner
+    """Raised by a runner that knows which sequences of a plan are to blame: only their requests fail."""
+
+    def __init__(self, message: str, sequences: tuple[Sequence, ...]) -> None:
+        super().__init__(message)
+        self.sequences = sequences
 
 
 class Runner(Protocol):

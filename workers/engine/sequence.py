@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from workers.engine.block_hash import BlockKey, KeyChain
+from workers.engine.record import SequenceRecord
 from workers.protocol import FinishReason, SamplingParams, TokenLogprob
 
 
@@ -39,7 +41,7 @@ class Sequence:
 
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
     """Chain keys of the full blocks of ``tokens``, extended lazily."""
     published: int = 0
     """How many of ``blocks`` are registered in the prefix cache under ``keys``."""
@@ -59,6 +61,13 @@ class Sequence:
     scheduled_ns: int = 0
     first_token_ns: int = 0
     finished_ns: int = 0
+
+    chain: KeyChain | None = None
+    """Makes ``keys``; None when the prefix cache is off."""
+    purged: bool = False
+    """Its scope was purged while it ran: it publishes nothing more and its blocks are zeroed when released."""
+    record: SequenceRecord | None = None
+    """Timings for telemetry; None when nobody asked for them."""
 
     @property
     def output_len(self) -> int:
