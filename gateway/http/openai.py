@@ -1,0 +1,218 @@
+"""Answers in exactly the OpenAI API's shapes, whole or as stream chunks.
+
+Rules
+- One format object per request; it remembers which choices have begun (a chat choice begins with its role).
+- Text and the finish reason come in separate chunks, as from OpenAI. Only ``stop`` and ``length`` are ever said; how a
+  failed request ends is the pipeline's business.
+- With ``include_usage`` every chunk has ``usage: null`` and the last one has no choices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from gateway.choices import Alternative, ChoiceDelta, ScoredToken
+from policies.types import Usage
+
+Json = dict[str, Any]
+_REASONS = {"stop": "stop", "length": "length"}
+MIN_LOGPROB = -9999.0
+"""What the API says for "impossible": JSON has no minus infinity."""
+
+
+def fingerprint(revision: str) -> str:
+    """``system_fingerprint`` of a model revision: changes when seeded answers may change."""
+    return "fb_" + hashlib.sha256(revision.encode()).hexdigest()[:12]
+
+
+def usage_body(usage: Usage) -> Json:
+    """The ``usage`` object: what ran, and how much of the prompt came from the caller's own cache."""
+    prompt = usage.prompt + usage.cached
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": usage.output,
+        "total_tokens": prompt + usage.output,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
+
+
+class Answer:
+    """One choice, collected for an answer in one piece."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.scored: list[ScoredToken] = []
+        self.finish: str | None = None
+        self._pieces: list[str] = []
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Take what a message brought."""
+        self._pieces.append(delta.text)
+        self.scored.extend(delta.scored)
+        self.finish = delta.finish or self.finish
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(self._pieces)
+
+
+def collect(deltas: Iterable[ChoiceDelta], n: int) -> list[Answer]:
+    """The ``n`` choices of a finished request, in order. Deltas of one choice must be in order."""
+    answers = [Answer(index) for index in range(n)]
+    for delta in deltas:
+        answers[delta.index].add(delta)
+    return answers
+
+
+class Format:
+    """What both endpoints share."""
+
+    prefix: ClassVar[str]
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        model: str,
+        created: int,
+        revision: str = "",
+        logprobs: int | None = None,
+        include_usage: bool = False,
+    ) -> None:
+        """``logprobs``: number of alternatives asked for, None for no log probabilities at all."""
+        self.id = f"{self.prefix}-{job_id}"
+        self._base: Json = {
+            "id": self.id,
+            "object": self.object,
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint(revision),
+        }
+        self._logprobs = logprobs
+        self._include_usage = include_usage
+
+    def chunks(self, delta: ChoiceDelta) -> list[Json]:
+        """The stream objects for one delta: none when it shows nothing."""
+        raise NotImplementedError
+
+    def full(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        """The whole answer. Raises ValueError for a choice that did not end well: that is no answer."""
+        return {**self._base, "choices": [self._choice(answer) for answer in answers], "usage": usage_body(usage)}
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        """The last chunk of a stream that asked for usage."""
+        return {**self._base, "object": self.chunk_object, "choices": [], "usage": usage_body(usage)}
+
+    def _choice(self, answer: Answer) -> Json:
+        raise NotImplementedError
+
+    def _chunk(self, index: int, content: Json, reason: str | None, logprobs: Json | None) -> Json:
+        chunk = {
+            **self._base,
+            "object": self.chunk_object,
+            "choices": [{"index": index, **content, "logprobs": logprobs, "finish_reason": reason}],
+        }
+        if self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    @staticmethod
+    def _reason(answer: Answer) -> str:
+        if answer.finish not in _REASONS:
+            raise ValueError(f"choice {answer.index} ended with {answer.finish!r}, which is no answer")
+        return _REASONS[answer.finish]
+
+
+class ChatFormat(Format):
+    """``/v1/chat/completions``."""
+
+    prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, **base: Any) -> None:
+        super().__init__(**base)
+        self._begun: set[int] = set()
+
+    def chunks(self, delta: ChoiceDelta) -> list[Json]:
+        """Role first, then text, then the finish reason."""
+        if delta.empty:
+            return []
+        out = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            opening = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+            out.append(self._chunk(delta.index, opening, None, None))
+        if delta.text or delta.scored:
+            out.append(self._chunk(delta.index, {"delta": {"content": delta.text}}, None, self._scores(delta.scored)))
+        if delta.finish in _REASONS:
+            out.append(self._chunk(delta.index, {"delta": {}}, delta.finish, None))
+        return out
+
+    def _choice(self, answer: Answer) -> Json:
+        return {
+            "index": answer.index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self._scores(answer.scored),
+            "finish_reason": self._reason(answer),
+        }
+
+    def _scores(self, scored: Sequence[ScoredToken]) -> Json | None:
+        if self._logprobs is None:
+            return None
+        return {"content": [{**_entry(s), "top_logprobs": [_entry(a) for a in s.top]} for s in scored], "refusal": None}
+
+
+class CompletionFormat(Format):
+    """``/v1/completions``."""
+
+    prefix = "cmpl"
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def chunks(self, delta: ChoiceDelta) -> list[Json]:
+        """Text, then the finish reason."""
+        out = []
+        if delta.text or delta.scored:
+            out.append(self._chunk(delta.index, {"text": delta.text}, None, self._scores(delta.scored)))
+        if delta.finish in _REASONS:
+            out.append(self._chunk(delta.index, {"text": ""}, delta.finish, None))
+        return out
+
+    def _choice(self, answer: Answer) -> Json:
+        return {
+            "index": answer.index,
+            "text": answer.text,
+            "logprobs": self._scores(answer.scored),
+            "finish_reason": self._reason(answer),
+        }
+
+    def _scores(self, scored: Sequence[ScoredToken]) -> Json | None:
+        if self._logprobs is None:
+            return None
+        return {
+            "tokens": [s.text for s in scored],
+            "token_logprobs": [_finite(s.logprob) for s in scored],
+            "top_logprobs": [_ranked(s) for s in scored] if self._logprobs else None,
+            "text_offset": [s.offset for s in scored],
+        }
+
+
+def _entry(token: Alternative) -> Json:
+    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.data)}
+
+
+def _ranked(scored: ScoredToken) -> dict[str, float]:
+    """The alternatives, and the chosen token where it is not among them."""
+    ranked = {alternative.text: _finite(alternative.logprob) for alternative in scored.top}
+    return ranked | {scored.text: _finite(scored.logprob)}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB) if not math.isnan(logprob) else MIN_LOGPROB
