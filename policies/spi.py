@@ -54,11 +54,16 @@ class PolicyUnavailableError(Exception):
 
 
 class PolicyConfigError(ValueError):
-    """A factory refuses its configuration. ``path`` is relative to the policy's ``with:`` block."""
+    """A configuration is refused. A factory raises it with ``path`` relative to the policy's ``with:`` block.
 
-    def __init__(self, message: str, path: str = "") -> None:
+    The registry raises it with every mistake in ``mistakes``: (path, message) pairs whose paths are relative to the
+    policy's own block, e.g. ``use`` or ``with.output_cost``.
+    """
+
+    def __init__(self, message: str, path: str = "", mistakes: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(message)
         self.path = path
+        self.mistakes: tuple[tuple[str, str], ...] = tuple(mistakes) or ((path, message),)
 
 
 class PolicyConfig(BaseModel):
@@ -175,7 +180,11 @@ class SchedulingPolicy(Protocol):
         ...
 
     def load(self, state: Json) -> None:
-        """Take over counters from another policy's ``dump()``. Keys this policy does not know are ignored."""
+        """Replace the counters by those of another policy's ``dump()``; unknown keys are ignored.
+
+        Shared keys: ``service`` = {tenant: virtual service (cost / weight)}, ``prepaid`` = {job id: prompt tokens that
+        were charged at dispatch and have not been reported yet}.
+        """
         ...
 
     def explain(self, job: Job) -> Pick:

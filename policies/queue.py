@@ -1,0 +1,383 @@
+"""The queue of one model around a scheduling policy: every job in it is queued, running or gone.
+
+Rules
+- Pure: no I/O, no clock, no logging; the caller passes ``now``, which never runs backwards. The gateway's dispatcher
+  and the simulator drive the same class.
+- The policy decides the order; this class owns who is queued and who runs, so a policy can be replaced at any moment
+  and a failing one can lose nothing.
+- A job leaves exactly once: ``finish`` after it ran, ``discard`` or ``expire`` before.
+- An exception of the policy comes through to the caller; the job concerned is then still queued or running here, and
+  ``swap`` hands it to the next policy.
+- Work is charged to the policy that is live when it is reported, whoever popped the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from policies.service import ServiceBook
+from policies.spi import Fits, SchedulingPolicy
+from policies.types import Charge, Job, JobId, Pick, QueueSnapshot, RequeueReason, TenantId, Usage
+
+MAX_BEHIND = 5
+MAX_PASSED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a job found when it joined the queue."""
+
+    position: int
+    """1-based place in its tenant's line; the order between tenants is the policy's and not fixed yet."""
+    depth: int
+    """Jobs queued before it, of all tenants."""
+    depth_tenant: int
+    """Jobs of its tenant queued before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A job to run now, and why."""
+
+    job: Job
+    pick: Pick
+    waited_s: float
+    """Seconds in the queue, over all its stays."""
+    waited_behind: tuple[tuple[TenantId, int], ...]
+    """At most 5 (tenant, tokens served while this job waited), most first; its own tenant included."""
+    attempt: int = 1
+    """2 and up after a requeue."""
+
+
+@dataclass(slots=True)
+class _Queued:
+    job: Job
+    order: int
+    since: float
+    epoch: int
+    waited_s: float = 0.0
+    attempt: int = 1
+    passed: int = 0
+    usage: Usage = field(default_factory=Usage)
+
+
+@dataclass(slots=True)
+class _Running:
+    job: Job
+    order: int
+    waited_s: float
+    attempt: int
+    usage: Usage
+
+
+@dataclass(slots=True)
+class _TenantLine:
+    weight: float
+    queued: int = 0
+    tokens: int = 0
+
+
+class JobQueue:
+    """See the module's rules. Amortised O(log n) per operation beside what the policy itself costs.
+
+    ``max_running_per_tenant`` caps how many jobs of one tenant may run at once (None: no cap). ``max_passed`` bounds
+    how long a job that does not fit can be overtaken: see ``next``.
+    """
+
+    def __init__(
+        self, policy: SchedulingPolicy, *, max_running_per_tenant: int | None = None, max_passed: int = MAX_PASSED
+    ) -> None:
+        if max_running_per_tenant is not None and max_running_per_tenant < 1:
+            raise ValueError(f"max_running_per_tenant must be at least 1, got {max_running_per_tenant}")
+        self._policy = policy
+        self._cap = max_running_per_tenant
+        self._max_passed = max_passed
+        self._queued: dict[JobId, _Queued] = {}
+        self._running: dict[JobId, _Running] = {}
+        self._lines: dict[TenantId, _TenantLine] = {}
+        self._running_of: dict[TenantId, int] = {}
+        self._weight_sum = 0.0
+        self._tokens = 0
+        self._back = 0
+        self._front = 0
+        self._expiry: list[tuple[float, int, JobId]] = []
+        self._held: JobId | None = None
+        self._book = ServiceBook()
+
+    # -- a job's way through ------------------------------------------------------------------------------------
+
+    def offer(self, job: Job, now: float) -> Entry:
+        """Enqueue. Raises ValueError when the id is already queued or running."""
+        if job.id in self._queued or job.id in self._running:
+            raise ValueError(f"job {job.id!r} is already in the queue")
+        line = self._lines.get(job.tenant)
+        depth, depth_tenant = len(self._queued), line.queued if line else 0
+        self._policy.push(job, now)
+        self._book.advance(now, bool(self._queued))
+        self._back += 1
+        self._enter(_Queued(job, self._back, now, self._book.mark()))
+        return Entry(depth_tenant + 1, depth, depth_tenant)
+
+    def next(self, now: float, fits: Fits, could_fit: Fits | None = None) -> Dispatch | None:
+        """Take the job to run now, or None when nothing that is queued fits.
+
+        ``could_fit(job)`` says whether a job would fit if nothing else ran. With it, a job that was overtaken
+        ``max_passed`` times because it did not fit, but could, is next: everything else waits until it fits, so a large
+        job does not starve behind a stream of small ones. Without it nothing is ever held back.
+        """
+        if not self._queued:
+            return None
+        held = self._holding(could_fit)
+        refused: list[_Queued] = []
+
+        def gate(job: Job) -> bool:
+            if self._cap is not None and self._running_of.get(job.tenant, 0) >= self._cap:
+                return False
+            if held is not None and job.id != held:
+                return False
+            if fits(job):
+                return True
+            refused.append(self._queued[job.id])
+            return False
+
+        job = self._policy.pop(now, gate)
+        if job is None:
+            return None
+        if job.id not in self._queued:
+            raise RuntimeError(f"scheduling policy {type(self._policy).__name__} returned {job.id!r}, not queued")
+        # Everything that a policy can fail at comes first: then the job is still queued here, and a swap recovers it.
+        pick = self._policy.explain(job)
+        self._book.advance(now, True)
+        entry = self._leave(job.id)
+        for other in refused:
+            other.passed += 1
+            if (
+                other.passed >= self._max_passed
+                and self._held is None
+                and could_fit is not None
+                and could_fit(other.job)
+            ):
+                self._held = other.job.id
+        self._running[job.id] = _Running(job, entry.order, entry.waited_s, entry.attempt, entry.usage)
+        self._running_of[job.tenant] = self._running_of.get(job.tenant, 0) + 1
+        behind = self._book.since(entry.epoch, MAX_BEHIND)
+        return Dispatch(job, pick, entry.waited_s + now - entry.since, behind, entry.attempt)
+
+    def charge(self, job_id: JobId, charge: Charge, now: float) -> None:
+        """Account work that ran for a running job. Raises KeyError when it is not running."""
+        running = self._running[job_id]
+        running.usage = running.usage + charge
+        self._serve(running.job, charge, now)
+        self._policy.charge(running.job, charge, now, False)
+
+    def finish(self, job_id: JobId, rest: Charge, now: float) -> Usage:
+        """End a running job, with what was not charged yet; returns its whole usage.
+
+        Raises KeyError when it is not running: a job is finished exactly once.
+        """
+        running = self._running.pop(job_id)
+        self._release(running.job.tenant)
+        self._serve(running.job, rest, now)
+        self._policy.charge(running.job, rest, now, True)
+        return running.usage + rest
+
+    def requeue(self, job_id: JobId, now: float, reason: RequeueReason) -> None:
+        """Put a running job back at the front of its tenant's line; its max_wait_s counts anew.
+
+        Several jobs that come back together: use ``requeue_all``, which keeps their order. Raises KeyError when it is
+        not running.
+        """
+        running = self._running[job_id]
+        self._policy.requeue(running.job, now, reason)
+        del self._running[job_id]
+        self._release(running.job.tenant)
+        self._book.advance(now, bool(self._queued))
+        self._front -= 1
+        entry = _Queued(running.job, self._front, now, self._book.mark(), running.waited_s, running.attempt + 1)
+        entry.usage = running.usage
+        self._enter(entry)
+
+    def requeue_all(self, job_ids: Iterable[JobId], now: float, reason: RequeueReason) -> None:
+        """``requeue`` for all jobs of a lost worker, so that they stand in the order in which they first came."""
+        for job_id in sorted(job_ids, key=lambda job_id: self._running[job_id].order, reverse=True):
+            self.requeue(job_id, now, reason)
+
+    def discard(self, job_id: JobId) -> bool:
+        """Remove a queued job (its client is gone). False when it is not queued."""
+        if job_id not in self._queued:
+            return False
+        self._leave(job_id)
+        if not self._policy.discard(job_id):
+            raise RuntimeError(f"scheduling policy {type(self._policy).__name__} lost job {job_id!r}")
+        return True
+
+    def expire(self, now: float) -> list[Job]:
+        """Remove and return the jobs whose ``max_wait_s`` is over. O(log n) each."""
+        over: list[Job] = []
+        while self._expiry and self._expiry[0][0] <= now:
+            _, order, job_id = heapq.heappop(self._expiry)
+            entry = self._queued.get(job_id)
+            if entry is not None and entry.order == order and self.discard(job_id):
+                over.append(entry.job)
+        return over
+
+    def next_expiry(self) -> float | None:
+        """When ``expire`` will next find something (may be early, never late); None when nothing can expire."""
+        while self._expiry:
+            at, order, job_id = self._expiry[0]
+            entry = self._queued.get(job_id)
+            if entry is not None and entry.order == order:
+                return at
+            heapq.heappop(self._expiry)
+        return None
+
+    # -- the policy ---------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> SchedulingPolicy:
+        """The live scheduling policy."""
+        return self._policy
+
+    def swap(self, policy: SchedulingPolicy, now: float, *, carry_state: bool = True) -> SchedulingPolicy:
+        """Replace the policy, keeping every job and each tenant's order; returns the old one, emptied.
+
+        The new policy gets the old one's counters, then every queued job; only when it holds them all does it take
+        over. Any failure before that raises and leaves the queue and the old policy as they were.
+        ``carry_state=False`` keeps the counters that ``policy`` has (roll back to a policy that ran before).
+        """
+        old = self._policy
+        if policy is old:
+            raise ValueError("the policy to swap in is the live one")
+        if len(policy):
+            raise ValueError(f"the policy to swap in already holds {len(policy)} jobs; build a new one")
+        if carry_state:
+            policy.load(old.dump())
+        # The old policy is emptied last: the jobs and their order are known here, so until then it can go on as it was.
+        for entry in sorted(self._queued.values(), key=lambda entry: entry.order):
+            policy.push(entry.job, now)
+        if len(policy) != len(self._queued):
+            raise RuntimeError(
+                f"scheduling policy {type(policy).__name__} holds {len(policy)} of {len(self._queued)} jobs"
+            )
+        self._policy = policy
+        with contextlib.suppress(Exception):  # often it goes because it is broken; nothing depends on it any more
+            old.drain()
+        return old
+
+    # -- what others may see ------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    @property
+    def running(self) -> int:
+        """Jobs dispatched and not finished."""
+        return len(self._running)
+
+    def running_of(self, tenant: TenantId) -> int:
+        """Running jobs of one tenant."""
+        return self._running_of.get(tenant, 0)
+
+    def is_queued(self, job_id: JobId) -> bool:
+        """Whether the job waits here."""
+        return job_id in self._queued
+
+    def queued_jobs(self) -> list[Job]:
+        """All queued jobs in order of arrival, returned ones first. O(n log n); for the admin view."""
+        return [entry.job for entry in sorted(self._queued.values(), key=lambda entry: entry.order)]
+
+    def backlog(self) -> Mapping[TenantId, tuple[int, int]]:
+        """(jobs, tokens) queued per tenant with queued work."""
+        return {tenant: (line.queued, line.tokens) for tenant, line in self._lines.items()}
+
+    def snapshot(self, tenant: TenantId, *, weight: float | None = None, workers_ready: int = 1) -> QueueSnapshot:
+        """What admission may look at, in O(1). ``weight`` is used when the tenant has nothing queued (default 1)."""
+        line = self._lines.get(tenant)
+        own = line.weight if line else (1.0 if weight is None else weight)
+        total = self._weight_sum if line else self._weight_sum + own
+        return QueueSnapshot(
+            queued=len(self._queued),
+            queued_tenant=line.queued if line else 0,
+            queued_tokens=self._tokens,
+            queued_tokens_tenant=line.tokens if line else 0,
+            tenant_share=min(1.0, own / total),
+            service_rate=self._book.rate,
+            workers_ready=workers_ready,
+        )
+
+    def served(self) -> Mapping[TenantId, int]:
+        """Tokens served per tenant (prompt, cached and output)."""
+        return self._book.totals()
+
+    def shares(self, now: float) -> Mapping[TenantId, float]:
+        """Each tenant's part of the tokens served in about the last half minute."""
+        return self._book.shares(now)
+
+    def virtual_lag(self, now: float) -> Mapping[TenantId, float]:
+        """Backlogged tenants: recent tokens ÷ weight behind the best-served of them."""
+        return self._book.virtual_lag(self._lines, now)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _enter(self, entry: _Queued) -> None:
+        job = entry.job
+        self._queued[job.id] = entry
+        line = self._lines.get(job.tenant)
+        if line is None:
+            line = self._lines[job.tenant] = _TenantLine(job.weight)
+            self._weight_sum += job.weight
+        elif line.weight != job.weight:
+            self._weight_sum += job.weight - line.weight
+            line.weight = job.weight
+        line.queued += 1
+        line.tokens += job.total_tokens
+        self._tokens += job.total_tokens
+        if job.max_wait_s is not None:
+            heapq.heappush(self._expiry, (entry.since + job.max_wait_s, entry.order, job.id))
+            if len(self._expiry) > 2 * len(self._queued) + 64:
+                self._expiry = [item for item in self._expiry if self._is_live(item)]
+                heapq.heapify(self._expiry)
+
+    def _leave(self, job_id: JobId) -> _Queued:
+        entry = self._queued.pop(job_id)
+        job = entry.job
+        line = self._lines[job.tenant]
+        line.queued -= 1
+        line.tokens -= job.total_tokens
+        self._tokens -= job.total_tokens
+        if not line.queued:
+            del self._lines[job.tenant]
+            # Reset at empty, so that rounding errors of the running sum do not pile up over months.
+            self._weight_sum = self._weight_sum - line.weight if self._lines else 0.0
+        if self._held == job_id:
+            self._held = None
+        return entry
+
+    def _is_live(self, item: tuple[float, int, JobId]) -> bool:
+        entry = self._queued.get(item[2])
+        return entry is not None and entry.order == item[1]
+
+    def _release(self, tenant: TenantId) -> None:
+        left = self._running_of[tenant] - 1
+        if left:
+            self._running_of[tenant] = left
+        else:
+            del self._running_of[tenant]
+
+    def _serve(self, job: Job, charge: Charge, now: float) -> None:
+        backlogged = bool(self._queued)
+        self._book.advance(now, backlogged)
+        self._book.serve(job.tenant, job.weight, charge.total, now, backlogged)
+
+    def _holding(self, could_fit: Fits | None) -> JobId | None:
+        if self._held is None:
+            return None
+        job = self._queued[self._held].job
+        if could_fit is None or not could_fit(job):
+            self._held = None
+        elif self._cap is not None and self._running_of.get(job.tenant, 0) >= self._cap:
+            return None  # it waits for its own tenant, which is no reason for the others to wait
+        return self._held

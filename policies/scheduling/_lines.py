@@ -1,0 +1,178 @@
+"""Building blocks of schedulers: a FIFO line per tenant, and tenants ranked by a number that changes all the time."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, TypeVar
+
+from policies.types import Job, JobId, TenantId
+
+
+class Lines:
+    """Queued jobs in one FIFO line per tenant. Every operation is O(1), except ``drain``."""
+
+    def __init__(self) -> None:
+        self._lines: dict[TenantId, OrderedDict[JobId, tuple[int, Job]]] = {}
+        self._tenant_of: dict[JobId, TenantId] = {}
+        self._back = 0
+        self._front = 0
+
+    def push(self, job: Job) -> bool:
+        """Append; True when this opens the tenant's line. Raises ValueError for an id that is already queued."""
+        self._back += 1
+        return self._insert(job, self._back)
+
+    def push_front(self, job: Job) -> bool:
+        """Put before all others of its tenant; True when this opens the tenant's line. Raises ValueError likewise."""
+        self._front -= 1
+        opened = self._insert(job, self._front)
+        self._lines[job.tenant].move_to_end(job.id, last=False)
+        return opened
+
+    def head(self, tenant: TenantId) -> Job:
+        """The first job of a tenant that has a line."""
+        return self._head(tenant)[1]
+
+    def head_order(self, tenant: TenantId) -> int:
+        """The place of that job among all: smaller came first, returned jobs are negative."""
+        return self._head(tenant)[0]
+
+    def pop(self, tenant: TenantId) -> Job:
+        """Remove and return the first job of a tenant that has a line."""
+        line = self._lines[tenant]
+        job_id, (_, job) = line.popitem(last=False)
+        del self._tenant_of[job_id]
+        if not line:
+            del self._lines[tenant]
+        return job
+
+    def discard(self, job_id: JobId) -> Job | None:
+        """Remove a job wherever it stands; None when it is not queued."""
+        tenant = self._tenant_of.pop(job_id, None)
+        if tenant is None:
+            return None
+        line = self._lines[tenant]
+        _, job = line.pop(job_id)
+        if not line:
+            del self._lines[tenant]
+        return job
+
+    def drain(self) -> list[Job]:
+        """Remove and return all jobs in order of arrival, returned ones first. O(n log n)."""
+        entries = sorted((entry for line in self._lines.values() for entry in line.values()), key=lambda e: e[0])
+        self._lines.clear()
+        self._tenant_of.clear()
+        return [job for _, job in entries]
+
+    def tenants(self) -> Iterator[TenantId]:
+        """Tenants with a line."""
+        return iter(self._lines)
+
+    def has(self, tenant: TenantId) -> bool:
+        """Whether the tenant has queued jobs."""
+        return tenant in self._lines
+
+    def __len__(self) -> int:
+        return len(self._tenant_of)
+
+    def _head(self, tenant: TenantId) -> tuple[int, Job]:
+        return next(iter(self._lines[tenant].values()))
+
+    def _insert(self, job: Job, order: int) -> bool:
+        if job.id in self._tenant_of:
+            raise ValueError(f"job {job.id!r} is already queued")
+        line = self._lines.get(job.tenant)
+        opened = line is None
+        if line is None:
+            line = self._lines[job.tenant] = OrderedDict()
+        line[job.id] = (order, job)
+        self._tenant_of[job.id] = job.tenant
+        return opened
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Ranking(Generic[K]):
+    """Keys ordered by a rank that may change; smallest first, ties in order of entry.
+
+    A heap with lazy updates: raising a rank is O(1), since its old heap entry is a lower bound that is corrected when
+    it comes up; lowering or inserting is O(log n). Stale entries are swept when they outnumber the live ones.
+    """
+
+    def __init__(self) -> None:
+        self._rank: dict[K, Any] = {}
+        self._entry: dict[K, tuple[Any, int, K]] = {}
+        self._heap: list[tuple[Any, int, K]] = []
+        self._serial = 0
+
+    def set(self, key: K, rank: Any) -> None:
+        """Insert the key or change its rank."""
+        self._rank[key] = rank
+        entry = self._entry.get(key)
+        if entry is None or rank < entry[0]:
+            self._push(key, rank)
+
+    def remove(self, key: K) -> None:
+        """Take the key out; it must be in."""
+        del self._rank[key]
+        del self._entry[key]
+
+    def min(self) -> Any:
+        """The smallest rank. Raises IndexError when empty."""
+        self._settle()
+        return self._heap[0][0]
+
+    def first(self, accept: Callable[[K], bool]) -> K | None:
+        """The first key in order of rank that ``accept`` takes; None when it takes none. O(k log n) for k asked."""
+        refused: list[tuple[Any, int, K]] = []
+        try:
+            while self._rank and len(refused) < len(self._rank):
+                self._settle()
+                entry = self._heap[0]
+                if accept(entry[2]):
+                    return entry[2]
+                refused.append(heapq.heappop(self._heap))
+            return None
+        finally:
+            for entry in refused:
+                heapq.heappush(self._heap, entry)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._rank.clear()
+        self._entry.clear()
+        self._heap.clear()
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._rank
+
+    def __len__(self) -> int:
+        return len(self._rank)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._rank)
+
+    def _push(self, key: K, rank: Any) -> None:
+        self._serial += 1
+        entry = self._entry[key] = (rank, self._serial, key)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entry) + 64:
+            self._heap = list(self._entry.values())
+            heapq.heapify(self._heap)
+
+    def _settle(self) -> None:
+        """Bring a live entry with its true rank to the top."""
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            key = entry[2]
+            if self._entry.get(key) is not entry:
+                heapq.heappop(heap)
+            elif self._rank[key] != entry[0]:
+                fresh = self._entry[key] = (self._rank[key], entry[1], key)
+                heapq.heapreplace(heap, fresh)
+            else:
+                return
