@@ -10,7 +10,7 @@ How to use it
     finally:
         span.end()
     trace.identify(tenant=…, sample_ratio=…, slow_first_byte_s=…)          # as soon as the tenant is known
-    span = trace.begin_chat(job.model, attributes.chat_request(generate))  # a second one is a retry: linked to the first
+    span = trace.begin_chat(job.model, attributes.chat_request(generate))  # a second one: a retry, linked to the first
     generate = msgspec.structs.replace(generate, trace=trace.inject())     # the worker's parent is this chat span
     trace.event("first_byte")                        # on the root: EVENTS
     keep = trace.finish("ok", status=200)            # exactly once, last; then send the worker Keep(id, keep)

@@ -1,0 +1,191 @@
+"""The gateway's Prometheus metrics (docs/telemetry.md): counters and histograms here, gauges in ``gauges.py``.
+
+Rules
+- One registry per gateway, nothing global. Written on the event loop; span counts also from the exporter's threads.
+- Labels are bounded: tenants and models that are not configured are counted under ``other``; worker, reason and policy
+  names, which are ours or a plugin's, are capped. Random names never grow the series.
+- Exemplars carry trace ids, of kept traces only, in OpenMetrics only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info
+from prometheus_client.exposition import choose_encoder
+
+from gateway.gauges import GaugeCollector, ServiceWindow, Source
+from gateway.log import RequestSummary
+from gateway.settings import Settings
+from policies.types import Charge
+
+OTHER = "other"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_CALL_SECONDS = (1e-6, 5e-6, 1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 0.025, 0.1, 0.5, 1.0, 5.0)
+
+
+class Names:
+    """A label's values: the known ones, or the first ``room`` that come; everything else is ``other``."""
+
+    def __init__(self, known: Iterable[str] = (), room: int = 0) -> None:
+        self._known = set(known)
+        self._room = room
+
+    def label(self, name: str | None) -> str:
+        """The value to use as label."""
+        if name is None:
+            return OTHER
+        if name not in self._known:
+            if self._room <= 0:
+                return OTHER
+            self._room -= 1
+            self._known.add(name)
+        return name
+
+
+class Metrics:
+    """All metrics of one gateway process."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        versions: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``versions``: values of the info metric (runtime, kernel, model and tokenizer hash …)."""
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # the library's only switch for the `_created` twin of each series
+        self.registry = CollectorRegistry()
+        self._workers = Names(room=256)
+        self._reasons = Names(room=64)
+        self._policies = Names(room=64)
+        self._limits = Names(room=16)
+        self._window = ServiceWindow(clock)
+        self.configure(settings)
+        new = self._counter
+        self._requests = new("requests", "Requests that ended.", "tenant", "class", "model", "outcome")
+        self._shed = new("shed", "Requests turned away although well-formed.", "tenant", "class", "reason")
+        self._service = new("service_tokens", "Tokens charged.", "tenant", "class", "kind")
+        self._quota = new("quota_decisions", "Verdicts of the quota policy.", "tenant", "class", "decision")
+        self._routes = new("route_decisions", "Dispatches.", "worker", "reason")
+        self._disconnects = new("client_disconnects", "Clients that left before their answer was complete.")
+        self._source_errors = new("gauge_source_errors", "Gauge sources that failed during a scrape.")
+        self._spans_exported = new("spans_exported", "Spans the collector took.")
+        self._spans_dropped = new("spans_dropped", "Spans lost on the way to the collector.", "reason")
+        self._queue_wait = self._histogram("queue_wait_seconds", "From entry to dispatch.", _SECONDS)
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first output token.", _SECONDS, "model", "class"
+        )
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between output tokens of a choice.", _TOKEN_SECONDS, "model", "class"
+        )
+        self._duration = self._histogram(
+            "request_duration_seconds", "From arrival to the last byte.", _SECONDS, "model", "class"
+        )
+        self._policy = self._histogram("policy_seconds", "Time inside a policy's call.", _CALL_SECONDS, "policy")
+        self._loop_lag = self._histogram(
+            "event_loop_lag_seconds", "How late the event loop runs what is due.", _TOKEN_SECONDS
+        )
+        self._info = Info("forebay_build", "Versions.", registry=self.registry)
+        self._info.info(dict(versions or {}))
+        self._gauges = GaugeCollector(
+            self._window, self.tenant, self._class_of, lambda: self._weights, self._source_errors.inc
+        )
+        self.registry.register(self._gauges)
+
+    def configure(self, settings: Settings) -> None:
+        """Take the known tenants, models, classes and weights from ``settings``: at start and after a reload."""
+        self._tenants = Names(tenant.id for tenant in settings.tenants)
+        self._models = Names(model.name for model in settings.models)
+        self._classes = Names(settings.classes)
+        self._weights = {tenant.id: tenant.weight for tenant in settings.tenants}
+        self._tenant_classes = {tenant.id: tenant.class_ for tenant in settings.tenants}
+
+    def set_versions(self, versions: Mapping[str, str]) -> None:
+        """Replace the info metric's values, once a worker's ``Hello`` has told its own."""
+        self._info.info(dict(versions))
+
+    def add_source(self, source: Source) -> None:
+        """Ask ``source`` for gauges at every scrape."""
+        self._gauges.sources.append(source)
+
+    def tenant(self, tenant: str | None) -> str:
+        """The label of a tenant."""
+        return self._tenants.label(tenant)
+
+    def request_finished(self, summary: RequestSummary) -> None:
+        """Count one request and its times; call it with the log line."""
+        model, class_ = self._models.label(summary.model), self._classes.label(summary.service_class)
+        self._requests.labels(self.tenant(summary.tenant), class_, model, summary.outcome).inc()
+        exemplar = {"trace_id": summary.trace_id} if summary.trace_kept and summary.trace_id else None
+        self._duration.labels(model, class_).observe(summary.duration_s, exemplar)
+        if summary.queue_wait_s is not None:
+            self._queue_wait.observe(summary.queue_wait_s, exemplar)
+        if summary.first_token_s is not None:
+            self._first_token.labels(model, class_).observe(summary.first_token_s, exemplar)
+        if summary.outcome == "shed":
+            reason = self._reasons.label(summary.reason)
+            self._shed.labels(self.tenant(summary.tenant), class_, reason).inc()
+
+    def inter_token(self, model: str, service_class: str) -> Callable[[float], None]:
+        """The ``observe(seconds)`` of one request's tokens: look it up once, call it per token."""
+        return self._inter_token.labels(self._models.label(model), self._classes.label(service_class)).observe
+
+    def charged(self, tenant: str, service_class: str, charge: Charge) -> None:
+        """Count service as it is charged."""
+        label, class_ = self.tenant(tenant), self._classes.label(service_class)
+        for kind, tokens in (("prompt", charge.prompt), ("cached", charge.cached), ("output", charge.output)):
+            if tokens > 0:
+                self._service.labels(label, class_, kind).inc(tokens)
+        if charge.prompt + charge.output > 0:
+            self._window.add(label, charge.prompt + charge.output)
+
+    def quota_decided(self, tenant: str, service_class: str, verdict: str) -> None:
+        """``verdict``: ``trace_attributes.quota_verdict(decision)``."""
+        self._quota.labels(self.tenant(tenant), self._classes.label(service_class), self._limits.label(verdict)).inc()
+
+    def routed(self, worker: str, reason: str) -> None:
+        """Count one dispatch."""
+        self._routes.labels(self._workers.label(worker), self._reasons.label(reason)).inc()
+
+    def client_disconnected(self) -> None:
+        """Count a client that left before its answer was complete."""
+        self._disconnects.inc()
+
+    def policy_timer(self, policy: str) -> Callable[[float], None]:
+        """The ``observe(seconds)`` of one policy (``scheduling/vtc``)."""
+        return self._policy.labels(self._policies.label(policy)).observe
+
+    def spans_exported(self, spans: int) -> None:
+        """Count spans the collector took. Called from the exporter's thread."""
+        self._spans_exported.inc(spans)
+
+    def spans_dropped(self, reason: str, spans: int) -> None:
+        """Count spans that were lost (``queue_full``, ``export_failed`` …). Called from any thread."""
+        self._spans_dropped.labels(reason).inc(spans)
+
+    async def watch_loop(self, interval_s: float = 0.1) -> None:
+        """Measure the event loop's lag until cancelled; run it as a task of the gateway."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + interval_s
+            await asyncio.sleep(interval_s)
+            self._loop_lag.observe(max(0.0, loop.time() - due))
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Body and content type for a scrape with this ``Accept`` header: OpenMetrics where asked for, else text."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self.registry), content_type
+
+    def _class_of(self, tenant: str) -> str:
+        return self._tenant_classes.get(tenant, OTHER)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"forebay_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"forebay_{name}", text, labels, buckets=buckets, registry=self.registry)
