@@ -1,6 +1,7 @@
 """Bytes of a server-sent event stream as the OpenAI API sends it: ``data:`` lines only.
 
-An error inside a stream is ``data: {"error": …}``: what OpenAI clients look for. ``DONE`` is sent after success only, so that a stream that broke never looks complete.
+An error inside a stream is ``data: {"error": …}``: what OpenAI clients look for. ``DONE`` is sent after success only,
+so that a stream that broke never looks complete.
 """
 
 from __future__ import annotations

@@ -1,0 +1,272 @@
+"""The edge: pure ASGI around the routes, so that every answer, also a stream and an error, has the same manners.
+
+``guard(app)`` stacks, from outside in: ``RequestId``, ``Limits`` (headers, body, encodings), ``Errors``, the routes.
+
+Rules
+- Limits are checked before anything is parsed; a body is counted as it arrives, whatever Content-Length says.
+- Compressed bodies are refused (415): nothing here ever inflates what a caller sent.
+- No error tells a path, class, address or text of an exception; the log has its type, place and the request id.
+- Nothing here buffers. After an early refusal the rest of the body is read and thrown away, within bounds: a client
+  that is cut off while it sends would never see the refusal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
+
+from gateway import log
+from gateway.errors import ApiError, bad_request, internal, too_large
+
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 64 * 1024
+DRAIN_BYTES = 32 * 2**20
+DRAIN_S = 5.0
+_REQUEST_ID = "forebay.request_id"
+_SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def guard(app: ASGIApp, *, max_body_bytes: int) -> ASGIApp:
+    """The whole edge around ``app``."""
+    return RequestId(Limits(Errors(app), max_body_bytes=max_body_bytes))
+
+
+def request_id(scope: Scope) -> str:
+    """The id of this request: the caller's, if it sent a sane one, else ours."""
+    return str(scope[_REQUEST_ID])
+
+
+class RequestId:
+    """Gives every request an id, and every answer the header."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        scope[_REQUEST_ID] = given if _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = scope[_REQUEST_ID]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class Limits:
+    """Refuses what is too much or encoded; counts the body as it comes."""
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _Body(scope, receive, send, self._max_body)
+        refusal = _refuse_head(scope["headers"], self._max_body)
+        if refusal is None:
+            await self._app(scope, body.receive, body.send)
+        else:
+            await send_error(body.send, refusal)
+
+
+def _refuse_head(headers: list[tuple[bytes, bytes]], max_body: int) -> ApiError | None:
+    size = sum(len(name) + len(value) for name, value in headers)
+    if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+        return bad_request(
+            f"At most {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes of them are accepted, "
+            f"got {len(headers)} with {size} bytes.",
+            code="headers_too_large",
+            status=431,
+        )
+    for name, value in headers:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            return bad_request("Send the body uncompressed.", code="unsupported_encoding", status=415)
+        if name == b"content-length" and (not value.isdigit() or len(value) > 18 or int(value) > max_body):
+            return too_large(max_body)
+    return None
+
+
+class _Body:
+    """One request's body: counted on the way in, thrown away when the answer does not wait for it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limit: int) -> None:
+        names = {name: value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
+        self._pending = b"transfer-encoding" in names or names.get(b"content-length", b"0").strip(b"0") != b""
+        self._limit = limit
+        self._received = 0
+        self._receive = receive
+        self._send = send
+
+    async def receive(self) -> Message:
+        """The next message. Raises ApiError 413 once there is more than the limit."""
+        message = await self._next()
+        if self._received > self._limit:
+            raise too_large(self._limit)
+        return message
+
+    async def _next(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._received += len(message.get("body", b""))
+            self._pending = message.get("more_body", False)
+        else:
+            self._pending = False
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Pass the answer on; drain what the caller is still sending before the answer is complete."""
+        if message["type"] == "http.response.start" and self._pending:
+            MutableHeaders(scope=message)["connection"] = "close"
+        elif message["type"] == "http.response.body" and self._pending and not message.get("more_body", False):
+            await self._send({**message, "more_body": True})
+            await self._drain()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send(message)
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                while self._pending and self._received <= self._limit + DRAIN_BYTES:
+                    await self._next()
+        except TimeoutError:
+            self._pending = False
+
+
+class Errors:
+    """Turns what the routes raise into an answer, or ends the connection when one has begun."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._log = log.get("gateway.http")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except ClientDisconnect:
+            return
+        except ApiError as error:
+            refusal = error
+        except HTTPException as error:
+            refusal = from_http(error)
+        except Exception as error:
+            self._log.error(
+                "request_failed", request_id=request_id(scope), started=started, exception=log.describe(error)
+            )
+            refusal = internal()
+        else:
+            return
+        if not started:
+            # Returning without completing a started answer makes the server cut the connection: the caller
+            # sees a broken stream, never a complete one.
+            await send_error(send, refusal)
+
+
+def from_http(error: HTTPException) -> ApiError:
+    """A routing refusal (404, 405) in the API's shape."""
+    texts = {404: "There is no such endpoint here.", 405: "This endpoint does not take that method."}
+    codes = {404: "unknown_endpoint", 405: "method_not_allowed"}
+    made = _Routed(
+        error.status_code,
+        texts.get(error.status_code, "The request cannot be served."),
+        type="invalid_request_error",
+        code=codes.get(error.status_code, "bad_request"),
+    )
+    made.extra = dict(error.headers or {})
+    return made
+
+
+class _Routed(ApiError):  # noqa: N818 - an ApiError like any other, with the router's headers (Allow)
+    extra: Mapping[str, str] = {}
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), **self.extra}
+
+
+def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    """The answer for ``error``; ``headers`` (rate limits, say) are added to its own."""
+    body = json.dumps(error.body()).encode()
+    return Response(body, error.status, {**(headers or {}), **error.headers()}, "application/json")
+
+
+async def send_error(send: Send, error: ApiError, headers: Mapping[str, str] | None = None) -> None:
+    """Send ``error`` as the whole answer."""
+
+    async def no_receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    await error_response(error, headers)({"type": "http"}, no_receive, send)
+
+
+def exception_handlers() -> dict[Any, ExceptionHandler]:
+    """For ``Starlette(exception_handlers=…)``: without them it answers in plain text, out of reach of ``Errors``."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            return error_response(from_http(error))
+        return error_response(error if isinstance(error, ApiError) else internal())
+
+    return {HTTPException: handle, ApiError: handle, Exception: handle}
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises ApiError 413 past ``limit`` bytes and ClientDisconnect when the caller goes away."""
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise too_large(limit)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+async def watch_disconnect(receive: Receive) -> None:
+    """Return when the caller is gone. Only legal after the whole body was read; run it as a task beside the work."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def measure_loop_lag(
+    report: Callable[[float], None], interval_s: float = 0.25, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Report for ever by how many seconds the event loop was late for a timer; cancel to end."""
+    while True:
+        before = clock()
+        await asyncio.sleep(interval_s)
+        report(max(0.0, clock() - before - interval_s))
