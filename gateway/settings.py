@@ -101,6 +101,8 @@ class TenantDefaults(Section):
     limits: LimitsConfig = LimitsConfig()
     requires: dict[str, str] = Field(default_factory=dict)
     privacy: Privacy = Privacy()
+    sample_ratio: float | None = Field(None, ge=0, le=1)
+    """Part of its requests whose traces are kept; None: ``telemetry.sample_ratio``."""
 
 
 class Tenant(TenantDefaults):
@@ -158,7 +160,9 @@ class Telemetry(Section):
     otlp_protocol: Literal["grpc", "http/protobuf"] | None = None
     """None: ``OTEL_EXPORTER_OTLP_PROTOCOL``, else grpc."""
     sample_ratio: float | None = Field(None, ge=0, le=1)
-    """None: ``OTEL_TRACES_SAMPLER_ARG``, else 1.0."""
+    """None: ``OTEL_TRACES_SAMPLER_ARG``, else 1.0. A tenant's own ``sample_ratio`` goes first."""
+    slow_s: float = Field(10.0, gt=0)
+    """A request that takes as long is kept whatever the ratio; so is one whose first token misses its class's SLO."""
     capture_content: bool = False
     jaeger_ui: str | None = None
 

@@ -22,7 +22,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from opentelemetry import trace as otel
@@ -35,6 +34,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from workers import log
+from workers.collector import Target
 from workers.spans import SpanContext, SpanData
 
 CAPACITY = 8_192
@@ -47,52 +47,7 @@ _NOISY = (
     "opentelemetry.sdk._shared_internal",
 )
 _KINDS = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER, "client": SpanKind.CLIENT}
-Protocol = Literal["grpc", "http/protobuf"]
 DropReason = Literal["queue_full", "export_failed", "build_failed", "shutdown"]
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where to export. ``endpoint`` is what the exporter takes: a full URL for http/protobuf, a base URL for grpc."""
-
-    endpoint: str
-    protocol: Protocol
-
-
-def target(env: Mapping[str, str], endpoint: str | None = None, protocol: str | None = None) -> Target | None:
-    """Resolve the collector: the given base URL and protocol win, ``OTEL_*`` in ``env`` fill what they leave open.
-
-    None when there is no endpoint anywhere, or ``OTEL_SDK_DISABLED=true`` or ``OTEL_TRACES_EXPORTER=none`` says so and
-    no endpoint was given. Raises ValueError for a protocol we do not speak or a URL that is none.
-    """
-    source = "telemetry.otlp_protocol"
-    if protocol is None:
-        for source in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-            if protocol := env.get(source):
-                break
-        else:
-            protocol = "grpc"
-    if endpoint is None:
-        off = env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-        if off or env.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() == "none":
-            return None
-        full = env.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-        endpoint = full or env.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-        if not endpoint:
-            return None
-    else:
-        full = None
-    if protocol not in ("grpc", "http/protobuf"):
-        raise ValueError(f"{source}: {protocol!r} is not supported; use grpc or http/protobuf")
-    if "://" not in endpoint:
-        endpoint = f"http://{endpoint}"
-    if not endpoint.startswith(("http://", "https://")):
-        raise ValueError(f"the OTLP endpoint {endpoint!r} is no http(s) URL; write e.g. http://localhost:4317")
-    if protocol == "grpc":
-        return Target(endpoint, "grpc")
-    if full is None and not endpoint.rstrip("/").endswith("/v1/traces"):
-        endpoint = f"{endpoint.rstrip('/')}/v1/traces"
-    return Target(endpoint, "http/protobuf")
 
 
 def resource(env: Mapping[str, str], service: str, instance: str | None, versions: Mapping[str, str]) -> Resource:
@@ -220,7 +175,7 @@ class SpanSink:
         return True
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Wait until everything submitted so far was taken or dropped; for tests and orderly stops, never for requests."""
+        """Wait until everything submitted so far was taken or dropped; never called for a request."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with self._lock:

@@ -20,9 +20,15 @@ SERVING_SEES = (
     "workers.tokenizer",
     "workers.model_store",
     "workers.engine.block_hash",
+    # How every process of ours logs and exports: one implementation, so that both keep the same rules.
+    "workers.log",
+    "workers.spans",
+    "workers.collector",
+    "workers.telemetry",
 )
 TOOLS = ("gateway.cli", "gateway.bench", "gateway.simulate")
 TELEMETRY = ("gateway.telemetry", "workers.telemetry")
+METRICS = ("gateway.metrics", "gateway.gauges", "workers.metrics")
 
 
 def offenders(sources: tuple[str, ...], forbidden: tuple[str, ...], allowed: tuple[str, ...] = ()) -> list[str]:
@@ -78,8 +84,12 @@ def test_torch_only_under_the_model() -> None:
 
 def test_opentelemetry_only_in_the_two_telemetry_modules() -> None:
     elsewhere = tuple(m for m in modules() if not any(within(m, name) for name in TELEMETRY))
-    found = [o for o in offenders(elsewhere, ("opentelemetry", "prometheus_client")) if o.split(" ")[0] in elsewhere]
-    assert found == []
+    assert [o for o in offenders(elsewhere, ("opentelemetry",)) if o.split(" ")[0] in elsewhere] == []
+
+
+def test_prometheus_only_beside_them() -> None:
+    elsewhere = tuple(m for m in modules() if m not in (*TELEMETRY, *METRICS))
+    assert [o for o in offenders(elsewhere, ("prometheus_client",)) if o.split(" ")[0] in elsewhere] == []
 
 
 def test_the_core_never_imports_plugins() -> None:
