@@ -1,0 +1,53 @@
+"""``forebay config check|schema|reload``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gateway.cli.output import UserError, say
+
+group = typer.Typer(help="The configuration file.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.add_typer(group, name="config")
+
+
+@group.command()
+def check(config: Annotated[str, typer.Argument(help="The file, or the name of a shipped one.")]) -> None:
+    """Check a configuration; exit 1 and every mistake with its path in the file."""
+    from gateway.cli.loading import load_settings
+
+    _, path = load_settings(config)
+    say(f"{path}: no mistakes.")
+
+
+@group.command()
+def schema() -> None:
+    """Print the JSON schema of the configuration file."""
+    import json
+
+    from gateway.config_file import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+@group.command()
+def reload(
+    config: Annotated[Path | None, typer.Option("--config", help="Where the gateway's admin address stands.")] = None,
+    url: Annotated[str | None, typer.Option("--url", help="Admin URL, instead of the configuration's.")] = None,
+) -> None:
+    """Tell a running gateway to read its configuration file again."""
+    import json
+
+    from gateway.cli.admin import AdminClient
+
+    answer = AdminClient.of(url, config).post("/admin/policies", {"reload": True})
+    print(json.dumps(answer, indent=2))
+
+
+__all__ = ["UserError", "group", "register"]

@@ -1,0 +1,174 @@
+"""``forebay serve CONFIG``: the gateway and its workers, until told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.cli.output import UserError, say
+
+if TYPE_CHECKING:
+    import socket
+
+    from gateway.settings import Settings
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(serve)
+
+
+def serve(
+    config: Annotated[str, typer.Argument(help="The YAML file, or the name of a shipped one (demo).")],
+    ready_file: Annotated[
+        Path | None,
+        typer.Option("--ready-file", help="Write URLs, ports and process id here once the listeners are open."),
+    ] = None,
+    dev: Annotated[
+        bool, typer.Option("--dev", help="Sign tokens with this machine's development key, made when it is missing.")
+    ] = False,
+    log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Start the gateway and the workers of a configuration; Ctrl-C or SIGTERM lets running requests finish."""
+    from gateway.cli.loading import load_settings
+
+    settings, path = load_settings(config)
+    environment = dict(os.environ)
+    if dev:
+        _add_dev_key(settings, environment)
+    code = _run(Start(settings, path, environment, ready_file, dev, log_level))
+    raise typer.Exit(code)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What one ``serve`` was asked for."""
+
+    settings: Settings
+    path: Path
+    environment: dict[str, str]
+    ready_file: Path | None
+    dev: bool
+    log_level: str
+
+
+def _add_dev_key(settings: Settings, environment: dict[str, str]) -> None:
+    """Put the development key where the auth policy looks for it, unless a key is set there."""
+    import ipaddress
+
+    from gateway.cli.devkey import jwt_settings, make_dev_key
+
+    host = settings.listen.host
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise UserError(f"listen.host: --dev serves this machine only, not {host!r}. Set a key and leave --dev out.")
+    jwt = jwt_settings(settings)
+    if jwt is not None and jwt.key_env is not None and not environment.get(jwt.key_env):
+        environment[jwt.key_env] = make_dev_key()
+
+
+def _run(start: Start) -> int:
+    """Bind, build, serve."""
+    import contextlib
+
+    import uvloop
+
+    from gateway.cli.listener import bind
+    from gateway.log import configure
+
+    configure("gateway", level=start.log_level)
+    settings = start.settings
+    with contextlib.ExitStack() as sockets:
+        public = sockets.enter_context(contextlib.closing(bind(settings.listen.host, settings.listen.port, "listen")))
+        admin = sockets.enter_context(contextlib.closing(bind(settings.admin.host, settings.admin.port, "admin")))
+        with contextlib.ExitStack() as files:
+            if start.ready_file is not None:
+                files.callback(start.ready_file.unlink, missing_ok=True)
+            return uvloop.run(_serve(start, public, admin))
+
+
+async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> int:
+    from gateway.app import admin_app, public_app
+    from gateway.cli.lifetime import run
+    from gateway.cli.listener import Listener, url_of
+    from gateway.compose import build
+
+    gateway = build(start.settings, base_dir=start.path.parent, env=start.environment)
+    listeners = [
+        Listener(public_app(gateway), public, start.settings.listen.max_connections),
+        Listener(admin_app(gateway), admin),
+    ]
+
+    def up() -> None:
+        if start.ready_file is not None:
+            _write_ready(start.ready_file, url_of(public), url_of(admin))
+        say(_banner(start, url_of(public), url_of(admin)))
+
+    return await run(gateway, listeners, up)
+
+
+def _write_ready(path: Path, base_url: str, admin_url: str) -> None:
+    """Whole or not at all: a reader that polls for the file never sees half of it."""
+    ready = {
+        "pid": os.getpid(),
+        "base_url": f"{base_url}/v1",
+        "url": base_url,
+        "admin_url": admin_url,
+        "port": int(base_url.rsplit(":", 1)[1]),
+        "admin_port": int(admin_url.rsplit(":", 1)[1]),
+    }
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(ready) + "\n")
+    partial.replace(path)
+
+
+def _banner(start: Start, base_url: str, admin_url: str) -> str:
+    """What a person needs next. Tokens are shown only with ``--dev``, where the key is this machine's own."""
+    lines = ["", f"  Base URL   {base_url}/v1", f"  Admin      {admin_url}  (/metrics, /admin/workers, /admin/queue)"]
+    tokens = _tokens(start) if start.dev else {}
+    if tokens:
+        lines += ["", "  Tokens (good for a day; `forebay token --tenant ID` makes more)"]
+        lines += [f"    {tenant:<10} {token}" for tenant, token in tokens.items()]
+        model = start.settings.models[0].name
+        question = {
+            "model": model,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
+        }
+        lines += [
+            "",
+            "  Try it once /readyz answers 200 (the model is being loaded):",
+            f"    curl -s {base_url}/v1/chat/completions -H 'content-type: application/json' \\",
+            f"      -H 'authorization: Bearer {next(iter(tokens.values()))}' \\",
+            f"      -d '{json.dumps(question)}'",
+        ]
+    endpoint = start.settings.telemetry.otlp_endpoint or start.environment.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if endpoint:
+        lines += ["", f"  Traces go to {endpoint}"]
+    else:
+        lines += [
+            "",
+            "  Traces: run Jaeger (docker run --rm -p 16686:16686 -p 4317:4317 jaegertracing/jaeger) and start with",
+            "    OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4317, or set telemetry.otlp_endpoint; then open",
+            "    http://127.0.0.1:16686",
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _tokens(start: Start) -> dict[str, str]:
+    from gateway.cli.devkey import jwt_settings
+    from gateway.cli.token import sign
+
+    jwt = jwt_settings(start.settings)
+    if jwt is None or jwt.key_env is None:
+        return {}
+    key = start.environment[jwt.key_env]
+    return {tenant.id: sign(jwt, key, tenant.id) for tenant in start.settings.tenants}

@@ -1,0 +1,140 @@
+"""What users have: the official client, sync and async, streamed and not, and curl."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from tests.e2e.harness import MODEL, Server, token
+
+CAPITAL: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+SHORT: dict[str, Any] = {"model": MODEL, "messages": CAPITAL, "temperature": 0, "max_tokens": 24}
+
+
+def test_chat_answers_paris(server: Server) -> None:
+    answer = server.client().chat.completions.create(**SHORT)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason in {"stop", "length"}
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.model == MODEL
+
+
+def test_chat_streamed_is_the_same_text(server: Server) -> None:
+    client = server.client()
+    whole = client.chat.completions.create(**SHORT)
+    stream = client.chat.completions.create(**SHORT, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+async def test_the_async_client_too(server: Server) -> None:
+    async with server.async_client() as client:
+        whole = await client.chat.completions.create(**SHORT)
+        stream = await client.chat.completions.create(**SHORT, stream=True)
+        parts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert "".join(parts) == whole.choices[0].message.content
+
+
+def test_completions_with_text_and_with_token_ids(server: Server) -> None:
+    client = server.client()
+    arguments: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "temperature": 0}
+    text = client.completions.create(prompt="The capital of France is", **arguments)
+    assert "Paris" in text.choices[0].text
+    streamed = client.completions.create(prompt="The capital of France is", stream=True, **arguments)
+    assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == text.choices[0].text
+    ids = client.completions.create(prompt=[504, 3575, 282, 4649, 314], **arguments)
+    assert ids.usage is not None
+    assert ids.usage.prompt_tokens == 5
+    assert ids.choices[0].text
+
+
+async def test_completions_async(server: Server) -> None:
+    async with server.async_client() as client:
+        answer = await client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=4, temperature=0)
+        stream = await client.completions.create(
+            model=MODEL, prompt="Once upon a time", max_tokens=4, temperature=0, stream=True
+        )
+        parts = [chunk.choices[0].text async for chunk in stream if chunk.choices]
+    assert "".join(parts) == answer.choices[0].text
+
+
+def test_several_choices_logprobs_and_stop(server: Server) -> None:
+    client = server.client()
+    several = client.chat.completions.create(
+        model=MODEL, messages=CAPITAL, n=3, seed=7, max_tokens=5, logprobs=True, top_logprobs=2
+    )
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    for choice in several.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content
+        assert all(len(item.top_logprobs) == 2 and item.logprob <= 0 for item in choice.logprobs.content)
+    stopped = client.chat.completions.create(**SHORT, stop=["Paris"])
+    assert "Paris" not in (stopped.choices[0].message.content or "")
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_models_are_listed(server: Server) -> None:
+    assert [model.id for model in server.client().models.list()] == [MODEL]
+    assert server.client().models.retrieve(MODEL).id == MODEL
+
+
+def test_the_client_raises_its_own_errors(server: Server) -> None:
+    """Statuses and bodies are the ones the client maps to its exceptions."""
+    client = server.client()
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="nothing", messages=CAPITAL)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model=MODEL, messages=CAPITAL, temperature=9)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=server.info["base_url"], api_key="nothing", max_retries=0).models.list()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_curl(server: Server, stream: bool) -> None:
+    curl = shutil.which("curl")
+    assert curl, "curl is part of every system this runs on"
+    done = subprocess.run(
+        [
+            *[curl, "-sS", "-N", "-i", "--max-time", "60", server.info["base_url"] + "/chat/completions"],
+            *["-H", f"Authorization: Bearer {token('assist')}", "-H", "Content-Type: application/json"],
+            *["-d", json.dumps({**SHORT, "stream": stream})],
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    head, _, body = done.stdout.replace("\r\n", "\n").partition("\n\n")
+    assert head.startswith("HTTP/1.1 200")
+    assert "x-request-id:" in head.lower()
+    if stream:
+        events = [line.removeprefix("data: ") for line in body.splitlines() if line]
+        assert events[-1] == "[DONE]"
+        text = "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1])
+    else:
+        text = json.loads(body)["choices"][0]["message"]["content"]
+    assert "Paris" in text
+
+
+def test_the_gateway_process_has_no_torch_mapped(server: Server) -> None:
+    server.client().chat.completions.create(**SHORT)
+    gateway = {path.path for path in psutil.Process(server.process.pid).memory_maps()}
+    assert [path for path in gateway if "torch" in path] == []
+    worker = {path.path for process in server.workers() for path in process.memory_maps()}
+    assert [path for path in worker if "libtorch" in path], "the check would see torch where it is"
