@@ -87,10 +87,4 @@ inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, lo
   }
 }
 
-// Thread t's panels, contiguous.
-struct Span {
-  long begin, end;
-};
-inline Span share(long total, int t, int threads) { return {total * t / threads, total * (t + 1) / threads}; }
-
 }  // namespace fb

@@ -1,0 +1,116 @@
+"""Compile the kernel once per machine and source, and load it.
+
+Rules
+- A library appears in the cache whole or not at all (built beside its place, renamed there), under a lock, so that
+  workers starting together compile once.
+- Its name carries what decides its content: sources, compiler and its version, CPU flags, options.
+- ``-ffast-math`` is never used: with GCC 12 it sets flush-to-zero in every thread that loads the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from workers.model_store import cache_dir
+
+SOURCES = ("vec.h", "pool.h", "linear.h", "attention.h", "step.cpp")
+OPTIONS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread", "-w")
+_HERE = Path(__file__).parent
+
+
+class NativeUnavailableError(RuntimeError):
+    """The kernel cannot be used here; the message says why. The engine then runs its torch backend."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler: ``$CXX``, else g++, c++ or clang++ on the path; None when there is none."""
+    named = os.environ.get("CXX")
+    return next((found for name in (named, "g++", "c++", "clang++") if name and (found := shutil.which(name))), None)
+
+
+def architecture_flag() -> str:
+    """``-march=native``, or what ``FOREBAY_NATIVE_MARCH`` says (tests build the AVX2 and portable paths with it)."""
+    return f"-march={os.environ.get('FOREBAY_NATIVE_MARCH', 'native')}"
+
+
+def library() -> Path:
+    """Path of the compiled kernel, compiling it when it is not in the cache (about 20 s, once).
+
+    Raises NativeUnavailableError without a compiler, or with the compiler's first error line.
+    """
+    cxx = compiler()
+    if cxx is None:
+        raise NativeUnavailableError("no C++ compiler (g++, c++ or clang++) on the path; install one or set CXX")
+    folder = cache_dir() / "kernels"
+    place = folder / f"step-{_key(cxx)}.so"
+    if place.exists():
+        return place
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            _compile(cxx, folder, place)
+    return place
+
+
+def _compile(cxx: str, folder: Path, place: Path) -> None:
+    handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    command = [cxx, *OPTIONS, architecture_flag(), "-o", name, str(_HERE / "step.cpp")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise NativeUnavailableError(f"{Path(cxx).name} failed: {lines[0][:300] if lines else 'no message'}")
+        os.replace(name, place)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailableError(f"{Path(cxx).name} could not run: {error}") from error
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+@cache
+def _key(cxx: str) -> str:
+    digest = hashlib.sha256()
+    for source in SOURCES:
+        digest.update((_HERE / source).read_bytes())
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout  # noqa: S603
+    for part in (cxx, version, " ".join(OPTIONS), architecture_flag(), _cpu_flags(), platform.machine()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+def _cpu_flags() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
+    return next(lines, platform.processor())
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The kernel, with argument types set. Raises NativeUnavailableError."""
+    path = library()
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailableError(f"{path.name} does not load: {error}") from error
+    lib.fb_isa.restype = ctypes.c_char_p
+    lib.fb_create.restype = ctypes.c_void_p
+    lib.fb_create.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    lib.fb_destroy.restype = None
+    lib.fb_destroy.argtypes = [ctypes.c_void_p]
+    lib.fb_step.restype = ctypes.c_int
+    lib.fb_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return lib
