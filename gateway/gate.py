@@ -3,9 +3,9 @@
 Rules
 - The gate is what this gateway itself sent and has not seen end, against the worker's ``max_running``. The worker's own
   line may hold ``MAX_WAITING`` jobs, to bridge the way there and back; so the engine is never idle while jobs queue.
-- A job starts in the worker's next step while that step has token budget left: jobs beyond it would only wait there, so
+- A job starts in the worker's next step while that step has token budget left: those beyond it would wait there, so
   they count against the line. A worker that reports a line of its own gets no more than fills that line.
-- Blocks: the worker's free + cached ones, net of what was sent and is not in its figures yet, must hold the job's prompt
+- Blocks: the worker's free + cached ones, net of what was sent and is not in its figures yet, must hold its prompt
   and the first block of each choice's output, not its max_tokens: most answers are shorter, and the engine preempts
   when they are not. An idle worker takes any job: what can never fit it refuses itself.
 - Stale figures (> 2 s) count neither blocks nor the reported line; in-flight counts alone gate then.
@@ -16,7 +16,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from policies.types import Job, WorkerView
 
@@ -113,6 +113,12 @@ class Room:
         else:
             self.line -= 1
         self.blocks -= self._need(job, choices)
+        self.view = replace(
+            self.view,
+            inflight=self.view.inflight + choices,
+            inflight_tokens=self.view.inflight_tokens + job.total_tokens,
+            free_blocks=max(0, self.blocks),
+        )
         self.idle = False
         self.suspect = self.suspect or suspect
 

@@ -22,8 +22,8 @@ from gateway.errors import ApiError
 from workers.protocol import Generate
 
 MAX_STRIKES = 2
-MAX_ATTEMPTS = 2
-"""One dispatch and one retry after a lost worker."""
+MAX_RETRIES = 1
+"""How often an attempt that a worker's fault ended is repeated."""
 MAX_REFUSALS = 3
 """How often a worker may hand a request back unstarted (draining, overloaded) before its caller gets 503."""
 
@@ -65,23 +65,27 @@ class Strikes:
     def __init__(self, capacity: int = 4096, ttl_s: float = 900.0) -> None:
         self._capacity = capacity
         self._ttl_s = ttl_s
-        self._strikes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self._strikes: OrderedDict[bytes, tuple[int, float, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._strikes)
 
     def count(self, key: bytes, now: float) -> int:
         """Strikes against ``key``."""
-        count, at = self._strikes.get(key, (0, now))
+        count, at, _ = self._strikes.get(key, (0, now, 0))
         if now - at > self._ttl_s:
             del self._strikes[key]
             return 0
         return count
 
-    def strike(self, key: bytes, now: float) -> int:
+    def produced(self, key: bytes) -> int:
+        """Output tokens it had produced at its last strike."""
+        return self._strikes.get(key, (0, 0.0, 0))[2]
+
+    def strike(self, key: bytes, now: float, produced: int = 0) -> int:
         """One more; returns how many there are. The oldest of too many are forgotten."""
         count = self.count(key, now) + 1
-        self._strikes[key] = (count, now)
+        self._strikes[key] = (count, now, produced)
         self._strikes.move_to_end(key)
         while len(self._strikes) > self._capacity:
             self._strikes.popitem(last=False)

@@ -3,7 +3,7 @@
 States: ``queued → running → done``, and back ``running → queued`` while the caller got nothing.
 
 Rules
-- Only the dispatcher changes a ticket, on the event loop; the pipeline reads it, and asks through ``Dispatcher.cancel``.
+- Only the dispatcher changes a ticket, on the event loop; the pipeline reads it, and asks by ``Dispatcher.cancel``.
 - ``finish`` ends it exactly once: without an error for a request that ran to its end, with the ``ApiError`` otherwise.
   Nothing is pushed, charged or counted after it.
 - ``committed`` is set the moment the first delta is handed to the caller; from then on the work is never repeated.
@@ -14,17 +14,19 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from gateway.errors import ApiError
 from gateway.metering import Meter
-from policies.types import Charge, Job, Usage
+from gateway.trace import NO_TRACE, RequestTrace, Span
+from policies.types import Job, Usage
 
 if TYPE_CHECKING:
     from gateway.choices import ChoiceDelta
     from gateway.intake import Prepared
+    from gateway.worker_handle import WorkerHandle
 
 
 class TicketState(StrEnum):
@@ -47,9 +49,12 @@ class CancelledByCaller(ApiError):  # noqa: N818 - it is an outcome, not a fault
 class Ticket:
     """One submitted request."""
 
-    def __init__(self, prepared: Prepared, *, stream: bool, now: float) -> None:
+    def __init__(self, prepared: Prepared, *, now: float, stream: bool = False, trace: RequestTrace = NO_TRACE) -> None:
         self.prepared = prepared
         self.stream = stream
+        self.trace = trace
+        self.span: Span | None = None
+        """The open span of the station it is at."""
         self.meter = Meter(prepared.job.prompt_tokens, prepared.generate.n)
         self.state = TicketState.QUEUED
         self.error: ApiError | None = None
@@ -57,11 +62,20 @@ class Ticket:
         self.cancelled = False
         """The caller gave up; what still runs is only counted."""
         self.worker: str | None = None
-        self.attempts = 0
-        """Dispatches that a lost worker may have ended."""
+        self.ran_on: list[WorkerHandle] = []
+        """Every worker it was sent to, the last one last."""
+        self.retries = 0
+        """Attempts that a worker's fault ended and that were repeated."""
         self.refusals = 0
-        """Dispatches that a worker handed back unstarted."""
+        """Attempts that a worker handed back."""
+        self.fingerprint: bytes | None = None
+        """Made when it is needed (``retry.py``)."""
+        self.suspect = False
+        """It was in flight when a worker broke, and has not got past that point since."""
+        self.lost_at = 0
+        """Output tokens it had produced then."""
         self.preemptions = 0
+        self.finish_reasons: tuple[str, ...] = ()
         self.queued_at = now
         self.dispatched_at: float | None = None
         self.first_token_at: float | None = None
@@ -77,6 +91,11 @@ class Ticket:
         return self.prepared.job
 
     @property
+    def choices(self) -> int:
+        """How many choices it asked for."""
+        return self.prepared.generate.n
+
+    @property
     def usage(self) -> Usage:
         """What ran so far, over all attempts."""
         return self.meter.usage
@@ -88,12 +107,12 @@ class Ticket:
 
     # -- for the dispatcher ---------------------------------------------------------------------------------------
 
-    def dispatched(self, worker: str, now: float) -> None:
-        """It was sent to ``worker``."""
+    def dispatched(self, handle: WorkerHandle, now: float) -> None:
+        """It was sent to ``handle``."""
         assert self.state is TicketState.QUEUED
         self.state = TicketState.RUNNING
-        self.worker = worker
-        self.attempts += 1
+        self.worker = handle.name
+        self.ran_on.append(handle)
         self.dispatched_at = now
         self._dispatched.set()
 
@@ -159,6 +178,3 @@ class Ticket:
                 if self.error is not None:
                     raise self.error
                 return
-
-
-Watch = Callable[[Ticket, Charge], None]

@@ -1,0 +1,165 @@
+"""The table of one model's open requests, which dispatching (``dispatch.py``) and landing (``landing.py``) share.
+
+Rules
+- A ticket is here from its submission to its end; its job is meanwhile in the queue or running there, never in between.
+- ``end`` is the only way out, and works once: it takes the job out of the queue core, makes the scheduler's last
+  charge and wakes whoever waits. A flight may outlive its ticket (``flights.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gateway import trace_attributes as attributes
+from gateway.errors import ApiError
+from gateway.flights import Flight, Flights
+from gateway.models import ModelHandle
+from gateway.monitor import Monitor
+from gateway.ticket import Ticket, TicketState
+from gateway.worker_handle import WorkerGoneError, WorkerHandle
+from policies.queue import JobQueue
+from policies.spi import SchedulingPolicy
+from policies.types import Charge, JobId, RequeueReason, TenantId
+from workers.protocol import Cancel, Down
+
+
+class Desk:
+    """Tickets, queue and flights of one model."""
+
+    def __init__(
+        self,
+        model: ModelHandle,
+        policy: SchedulingPolicy,
+        policy_name: str,
+        *,
+        monitor: Monitor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.queue = JobQueue(policy)
+        self.policy_name = policy_name
+        self.monitor = monitor
+        self.clock = clock
+        self.tickets: dict[JobId, Ticket] = {}
+        self.flights = Flights({pool.name: pool.engine.max_step_tokens for pool in model.config.pools})
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self, ticket: Ticket, now: float) -> None:
+        """Queue it. Raises ValueError for an id that is here already."""
+        job = ticket.job
+        entry = self.queue.offer(job, now)
+        self.tickets[job.id] = ticket
+        self._idle.clear()
+        ticket.span = ticket.trace.begin("queue")
+        ticket.span.set(
+            attributes.queued(
+                job, self.policy_name, depth=entry.depth, depth_tenant=entry.depth_tenant, position=entry.position - 1
+            )
+        )
+
+    def requeue(self, tickets: list[Ticket], reason: RequeueReason, now: float) -> None:
+        """Back to the front of their tenants' lines, in the order in which they first came."""
+        self.queue.requeue_all([ticket.job.id for ticket in tickets], now, reason)
+        for ticket in tickets:
+            if ticket.span is not None:
+                ticket.span.fail(reason.value)
+            ticket.requeued()
+            ticket.span = ticket.trace.begin("queue")
+
+    def charge(self, ticket: Ticket, charge: Charge, now: float) -> None:
+        """Work ran for it."""
+        self.queue.charge(ticket.job.id, charge, now)
+        self.monitor.served(ticket.job, charge)
+
+    def stop(self, flight: Flight) -> None:
+        """Tell the worker to let go of it."""
+        if flight.open:
+            try_send(flight.handle, Cancel(id=flight.ticket.job.id))
+
+    def end(self, ticket: Ticket, error: ApiError | None, now: float) -> None:
+        """It is over: with ``error``, or well. Does nothing for one that was over before."""
+        if ticket.done:
+            return
+        job = ticket.job
+        queued = ticket.state is TicketState.QUEUED
+        ticket.finish(error, now)
+        self.tickets.pop(job.id, None)
+        if queued:
+            self.queue.discard(job.id)
+        else:
+            self.queue.finish(job.id, Charge(), now)
+        self._end_span(ticket, error, now, queued=queued)
+        if not self.tickets:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Return when no request is queued or running."""
+        await self._idle.wait()
+
+    def snapshot(self, limit: int) -> dict[str, Any]:
+        """Counts per tenant and the first ``limit`` queued jobs. No content, no user."""
+        now = self.clock()
+        running: dict[TenantId, int] = {}
+        for ticket in self.tickets.values():
+            if ticket.state is TicketState.RUNNING:
+                running[ticket.job.tenant] = running.get(ticket.job.tenant, 0) + 1
+        backlog, shares, served = self.queue.backlog(), self.queue.shares(now), self.queue.served()
+        return {
+            "model": self.model.name,
+            "policy": self.policy_name,
+            "queued": len(self.queue),
+            "running": self.queue.running,
+            "in_flight": len(self.flights),
+            "tenants": {
+                tenant: {
+                    "queued": backlog.get(tenant, (0, 0))[0],
+                    "queued_tokens": backlog.get(tenant, (0, 0))[1],
+                    "running": running.get(tenant, 0),
+                    "served_tokens": served.get(tenant, 0),
+                    "share": round(shares.get(tenant, 0.0), 4),
+                }
+                for tenant in sorted({*backlog, *running, *shares, *served})
+            },
+            "jobs": [self._describe(self.tickets[job.id], now) for job in self.queue.queued_jobs()[:limit]],
+        }
+
+    def _describe(self, ticket: Ticket, now: float) -> Mapping[str, Any]:
+        job = ticket.job
+        return {
+            "id": job.id,
+            "tenant": job.tenant,
+            "class": job.service_class,
+            "prompt_tokens": job.prompt_tokens,
+            "max_tokens": job.max_tokens,
+            "waited_s": round(now - ticket.queued_at, 3),
+            "retries": ticket.retries,
+        }
+
+    def _end_span(self, ticket: Ticket, error: ApiError | None, now: float, *, queued: bool) -> None:
+        span, ticket.span = ticket.span, None
+        if span is None:
+            return
+        if queued:
+            span.set(attributes.left_queue(now - ticket.queued_at))
+        else:
+            first = None if ticket.first_token_at is None else ticket.first_token_at - ticket.queued_at
+            span.set(
+                attributes.chat_response(
+                    ticket.usage, model=self.model.name, finish_reasons=ticket.finish_reasons, first_chunk_s=first
+                )
+            )
+        if error is not None and error.outcome != "cancelled":
+            span.fail(error.reason or error.outcome)
+        span.end()
+
+
+def try_send(handle: WorkerHandle, message: Down) -> None:
+    """Send to a worker that may have gone: then there is nobody left to tell."""
+    try:
+        handle.send(message)
+    except WorkerGoneError:
+        return

@@ -1,0 +1,341 @@
+"""The single owner of one model's queue and of everything of it that is in flight.
+
+Rules
+- Runs on the event loop. A turn (``_turn``) takes jobs from the queue, picks a worker and sends, without any await: a
+  job is queued or in flight, never between. Turns are woken by a submission, by output that frees room, by a worker
+  that comes or goes, by a swap, and by a timer for expiry; wake-ups in one loop iteration make one turn.
+- Late binding: ``gate.py`` says what may be sent; everything else stays in the queue, in the live policy's order.
+- A foreign policy that fails stops no turn for good: routing falls back to the least loaded worker, scheduling is tried
+  again, both are logged and counted.
+- What comes back from workers is ``landing.py``'s; what both share is ``desk.py``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace as with_fields
+
+from gateway import trace_attributes as attributes
+from gateway.choices import ChoiceStream
+from gateway.desk import Desk, try_send
+from gateway.errors import ApiError, shed, unavailable
+from gateway.flights import Flight
+from gateway.gate import Load, Room
+from gateway.landing import Landing
+from gateway.models import ModelHandle
+from gateway.monitor import Monitor
+from gateway.ticket import CancelledByCaller, Ticket, TicketState
+from gateway.trace import NO_TRACE, RequestTrace
+from gateway.worker_handle import WorkerGoneError, WorkerHandle, WorkerLoss, WorkerState
+from policies.queue import Dispatch, JobQueue
+from policies.spi import RoutingPolicy, SchedulingPolicy
+from policies.types import Job, QueueSnapshot, RequeueReason, RouteDecision, TenantId, Transition
+from workers.protocol import Keep, StepOutputs
+
+if TYPE_CHECKING:
+    from gateway.intake import Prepared
+
+log = logging.getLogger("forebay.dispatch")
+
+TICK_S = 0.5
+"""While jobs wait, a turn is tried at least so often: breakers reopen and figures become stale without an event."""
+MAX_RETRY_AFTER_S = 60.0
+
+ChoiceFactory = Callable[["Prepared"], Sequence[ChoiceStream]]
+"""Makes the streams that turn one attempt's tokens into text, one per choice."""
+
+
+class Dispatcher:
+    """One model's queue, and its requests at the model's workers. A ``gateway.worker_handle.PoolListener``."""
+
+    def __init__(
+        self,
+        model: ModelHandle,
+        policy: SchedulingPolicy,
+        policy_name: str,
+        routing: Callable[[], RoutingPolicy],
+        make_choices: ChoiceFactory,
+        *,
+        monitor: Monitor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``routing`` returns the live policy: it may be swapped between two turns."""
+        self._desk = Desk(model, policy, policy_name, monitor=monitor or Monitor(), clock=clock)
+        self._landing = Landing(self._desk)
+        self._routing = routing
+        self._make_choices = make_choices
+        self._handles: dict[str, WorkerHandle] = {}
+        self._stale: set[str] = set()
+        self._closing = False
+        self._woken = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def model(self) -> ModelHandle:
+        """The model it serves."""
+        return self._desk.model
+
+    @property
+    def queue(self) -> JobQueue:
+        """The queue, to read. Only this dispatcher changes it."""
+        return self._desk.queue
+
+    # -- for the pipeline -----------------------------------------------------------------------------------------
+
+    def submit(self, prepared: Prepared, *, stream: bool = False, trace: RequestTrace = NO_TRACE) -> Ticket:
+        """Queue a request. Raises ApiError: 503 while shutting down, 500 for a quarantined request."""
+        if self._closing:
+            raise shutting_down()
+        now = self._desk.clock()
+        ticket = Ticket(prepared, now=now, stream=stream, trace=trace)
+        self._landing.inspect(ticket, now)
+        self._desk.enter(ticket, now)
+        self._desk.monitor.event(ticket.job, Transition.QUEUED, now)
+        self.wake()
+        return ticket
+
+    def cancel(self, ticket: Ticket, reason: str = "client_disconnected") -> None:
+        """Its caller gave up. A queued one ends at once, a running one when its worker has let go (or ``abandon``)."""
+        if ticket.done:
+            return
+        ticket.cancelled = True
+        flight = self._desk.flights.get(ticket.job.id)
+        if ticket.state is TicketState.RUNNING and flight is not None:
+            self._desk.stop(flight)
+        else:
+            self.abandon(ticket, reason)
+
+    def abandon(self, ticket: Ticket, reason: str = "client_disconnected") -> None:
+        """End a cancelled ticket with what is known; what its worker reports later only frees its slot."""
+        self._desk.end(ticket, CancelledByCaller(reason), self._desk.clock())
+
+    def keep(self, ticket: Ticket, keep: bool) -> None:
+        """The last word on the request's trace, to every worker that has timings of it."""
+        for handle in ticket.ran_on:
+            try_send(handle, Keep(id=ticket.job.id, keep=keep))
+
+    def view(self, job: Job) -> QueueSnapshot:
+        """What an admission policy may look at."""
+        return self.queue.snapshot(job.tenant, weight=job.weight, workers_ready=self.ready_for(job))
+
+    def ready_for(self, job: Job) -> int:
+        """Workers that could run ``job``: ready, with the labels it needs."""
+        return sum(
+            handle.state is WorkerState.READY
+            and all(handle.labels.get(key) == value for key, value in job.requires.items())
+            for handle in self._handles.values()
+        )
+
+    # -- for the operator -----------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> list[WorkerHandle]:
+        """The workers that said hello and are not lost, by name."""
+        return [self._handles[name] for name in sorted(self._handles)]
+
+    @property
+    def ready(self) -> int:
+        """Ready workers."""
+        return sum(handle.state is WorkerState.READY for handle in self._handles.values())
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that occupy a worker, also those whose caller has gone."""
+        return len(self._desk.flights)
+
+    def snapshot(self, limit: int = 100) -> dict[str, Any]:
+        """The queue as ``/admin/queue`` shows it."""
+        return {**self._desk.snapshot(limit), "workers_ready": self.ready}
+
+    def swap(self, policy: SchedulingPolicy, name: str, *, carry_state: bool = True) -> SchedulingPolicy:
+        """Replace the scheduling policy, keeping every queued job; returns the old one. A failure changes nothing."""
+        old = self.queue.swap(policy, self._desk.clock(), carry_state=carry_state)
+        self._desk.policy_name = name
+        self.wake()
+        return old
+
+    def close(self) -> None:
+        """Take no new requests; what is here goes on."""
+        self._closing = True
+
+    async def wait_idle(self) -> None:
+        """Return when no request is queued or running."""
+        await self._desk.wait_idle()
+
+    def abort(self) -> None:
+        """End every request that is still here with 503 (in-band once it streams), and stop the timer."""
+        self.close()
+        for ticket in list(self._desk.tickets.values()):
+            flight = self._desk.flights.get(ticket.job.id)
+            if flight is not None:
+                self._desk.stop(flight)
+            self._desk.end(ticket, shutting_down(), self._desk.clock())
+        self._disarm()
+
+    # -- for the pools --------------------------------------------------------------------------------------------
+
+    def on_ready(self, handle: WorkerHandle) -> None:
+        """A worker may be sent work."""
+        self._handles[handle.name] = handle
+        if handle.hello is not None:
+            self.model.worker_up(handle.name, handle.hello)
+        self.wake()
+
+    def on_outputs(self, handle: WorkerHandle, outputs: StepOutputs) -> None:
+        """News of one or several steps."""
+        self._stale.discard(handle.name)
+        self._landing.outputs(handle, outputs)
+        if len(self.queue):
+            self.wake()
+
+    def on_lost(self, handle: WorkerHandle, reason: WorkerLoss) -> None:
+        """A worker is gone with everything it had."""
+        if self._handles.get(handle.name) is handle:
+            del self._handles[handle.name]
+            self.model.worker_gone(handle.name)
+        self._stale.discard(handle.name)
+        self._landing.lost(handle, reason)
+        self.wake()
+
+    # -- turns ----------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Have a turn soon."""
+        if not self._woken:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._woken = False
+        now = self._desk.clock()
+        try:
+            for job in self.queue.expire(now):
+                self._expired(self._desk.tickets[job.id], now)
+            if len(self.queue):
+                self._fill(now)
+        except Exception:  # a foreign scheduling policy: the jobs stay, their wait runs out at worst
+            log.exception("a turn failed", extra={"model": self.model.name, "policy": self._desk.policy_name})
+            self._desk.monitor.fault("scheduling")
+        self._arm(now)
+
+    def _arm(self, now: float) -> None:
+        self._disarm()
+        if len(self.queue):
+            expiry = self.queue.next_expiry()
+            delay = TICK_S if expiry is None else min(TICK_S, max(0.0, expiry - now) + 0.001)
+            self._timer = asyncio.get_running_loop().call_later(delay, self.wake)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _fill(self, now: float) -> None:
+        rooms = [self._desk.flights.room(handle, now) for handle in self.workers if handle.available(now)]
+        rooms = [room for room in rooms if room.open]
+
+        def fits(job: Job) -> bool:
+            ticket = self._desk.tickets[job.id]
+            return any(room.fits(job, ticket.choices, suspect=ticket.suspect) for room in rooms)
+
+        while rooms:
+            dispatch = self.queue.next(now, fits, self._could_fit)
+            if dispatch is None:
+                return
+            self._dispatch(dispatch, rooms, now)
+            rooms = [room for room in rooms if room.open]
+
+    def _could_fit(self, job: Job) -> bool:
+        """A suspect is never waited for: others would stand still for its sake."""
+        return not self._desk.tickets[job.id].suspect and self.ready_for(job) > 0
+
+    def _dispatch(self, dispatch: Dispatch, rooms: list[Room], now: float) -> None:
+        job = dispatch.job
+        ticket = self._desk.tickets[job.id]
+        if ticket.span is not None:
+            ticket.span.set(attributes.picked(dispatch.pick, dispatch.waited_s, dispatch.waited_behind))
+        room, decision = self._route(ticket, rooms, now)
+        handle = self._handles[decision.worker]
+        prepared = ticket.prepared
+        ticket.span = ticket.trace.begin_chat(
+            self.model.name, attributes.chat_request(prepared.generate, self.model.name, stream=ticket.stream)
+        )
+        try:
+            handle.send(with_fields(prepared.generate, trace=ticket.trace.inject()))
+        except WorkerGoneError as error:
+            log.warning("dispatch failed: %s", error, extra={"worker": handle.name, "job": job.id})
+            rooms.remove(room)
+            ticket.span.fail("worker_gone")
+            self.queue.requeue(job.id, now, RequeueReason.WORKER_REFUSED)
+            ticket.span = ticket.trace.begin("queue")
+            return
+        load = Load(job.prompt_tokens, ticket.choices, started=False, suspect=ticket.suspect)
+        open_choices = set(range(ticket.choices))
+        self._desk.flights.add(Flight(ticket, handle, self._make_choices(prepared), open_choices, load))
+        ticket.dispatched(handle, now)
+        if dispatch.attempt == 1:
+            self._landing.budget.earn()
+        if room.stale:
+            self._report_stale(handle)
+        room.take(job, ticket.choices, suspect=ticket.suspect)
+        self._desk.monitor.waited(job, dispatch.waited_s)
+        self._desk.monitor.routed(decision)
+        self._desk.monitor.event(job, Transition.DISPATCHED, now, worker=handle.name)
+
+    def _route(self, ticket: Ticket, rooms: list[Room], now: float) -> tuple[Room, RouteDecision]:
+        """Ask the routing policy; one that fails or names nobody is replaced by the worker with least in flight."""
+        job = ticket.job
+        span = ticket.trace.begin("route")
+        fitting = {room.view.name: room for room in rooms if room.fits(job, ticket.choices, suspect=ticket.suspect)}
+        try:
+            decision = self._routing().choose(job, [room.view for room in fitting.values()], now)
+            room = fitting[decision.worker]
+        except Exception:
+            log.exception("routing failed", extra={"model": self.model.name})
+            self._desk.monitor.fault("routing")
+            room = min(fitting.values(), key=lambda room: room.view.inflight)
+            decision = RouteDecision(room.view.name, "load")
+        span.set(attributes.routed(decision, len(fitting)))
+        span.end()
+        return room, decision
+
+    def _report_stale(self, handle: WorkerHandle) -> None:
+        if handle.name not in self._stale:
+            self._stale.add(handle.name)
+            log.warning("a worker's figures are stale; only in-flight counts gate it", extra={"worker": handle.name})
+        self._desk.monitor.stale(handle.name)
+
+    def _expired(self, ticket: Ticket, now: float) -> None:
+        """Its wait ran out; the queue has let go of it already."""
+        job = ticket.job
+        if self.ready_for(job):
+            error = shed(
+                "The request waited in the queue as long as its service class allows. Retry later.",
+                "queue_timeout",
+                self._drain_s(),
+            )
+        else:
+            error = no_worker(job.model)
+        self._desk.end(ticket, error, now)
+
+    def _drain_s(self) -> float:
+        """Seconds until what is queued now will have run, at the rate of late."""
+        snapshot = self.queue.snapshot(TenantId(""))
+        if not snapshot.service_rate:
+            return 1.0
+        return min(MAX_RETRY_AFTER_S, max(1.0, snapshot.queued_tokens / snapshot.service_rate))
+
+
+def shutting_down() -> ApiError:
+    """503: this gateway is going away."""
+    return unavailable("The gateway is shutting down. Retry against another one.", "shutting_down")
+
+
+def no_worker(model: str) -> ApiError:
+    """503: nobody is there to run it."""
+    return unavailable(f"No worker of the model {model[:128]!r} is ready.", "no_worker", retry_after_s=5.0)

@@ -1,0 +1,97 @@
+"""What is in flight of one model: which ticket runs where, and how much room that leaves at each worker.
+
+Rules
+- A flight is one attempt of one ticket at one worker. It ends when the worker reported the end of every choice, or is
+  lost; its ticket may end earlier (caller gone, stop string), and the worker's slot is busy until then all the same.
+- Per worker, flights are kept in the order in which they were sent: that is the order in which its engine starts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gateway.choices import ChoiceStream
+from gateway.gate import Load, Room
+from gateway.ticket import Ticket
+from gateway.worker_handle import WorkerHandle
+from workers.protocol import SequenceOutput
+
+DEFAULT_STEP_TOKENS = 512
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One attempt of one ticket at one worker."""
+
+    ticket: Ticket
+    handle: WorkerHandle
+    choices: Sequence[ChoiceStream]
+    open: set[int]
+    """Choices of which the worker has not yet reported the end."""
+    load: Load
+    last_token_at: float | None = None
+
+    @property
+    def produced(self) -> int:
+        """Output tokens of this attempt."""
+        return sum(choice.billed for choice in self.choices)
+
+    @property
+    def answered(self) -> bool:
+        """Whether every choice has its end, as the caller sees it."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    def advance(self, output: SequenceOutput) -> None:
+        """Note what the worker says of its progress, for the gate."""
+        done = output.prompt_computed + output.prompt_cached
+        if done:
+            self.load.prompt_left = max(0, self.ticket.job.prompt_tokens - done)
+        if output.output_tokens or output.text is not None:
+            self.load.started = True
+
+
+class Flights:
+    """All flights of one model, by job and by worker."""
+
+    def __init__(self, step_tokens: Mapping[str, int]) -> None:
+        """``step_tokens``: token budget of one engine step, by pool."""
+        self._step_tokens = step_tokens
+        self._by_id: dict[str, Flight] = {}
+        self._by_worker: dict[str, dict[str, Flight]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, job_id: str) -> Flight | None:
+        """The flight of a job, if it is in flight."""
+        return self._by_id.get(job_id)
+
+    def at(self, worker: str) -> list[Flight]:
+        """The flights of one worker, oldest first."""
+        return list(self._by_worker.get(worker, {}).values())
+
+    def add(self, flight: Flight) -> None:
+        """It was sent."""
+        job_id = flight.ticket.job.id
+        assert job_id not in self._by_id
+        self._by_id[job_id] = flight
+        self._by_worker.setdefault(flight.handle.name, {})[job_id] = flight
+
+    def remove(self, flight: Flight) -> None:
+        """It ended."""
+        job_id = flight.ticket.job.id
+        del self._by_id[job_id]
+        line = self._by_worker[flight.handle.name]
+        del line[job_id]
+        if not line:
+            del self._by_worker[flight.handle.name]
+
+    def room(self, handle: WorkerHandle, now: float) -> Room:
+        """What ``handle`` can still take."""
+        loads = [flight.load for flight in self._by_worker.get(handle.name, {}).values()]
+        step_tokens = self._step_tokens.get(handle.pool, DEFAULT_STEP_TOKENS)
+        return Room.of(handle.view(now), loads, step_tokens, stale=handle.is_stale(now))

@@ -1,0 +1,182 @@
+"""What workers report of the requests they have: output, ends, errors, and their own loss.
+
+Rules
+- Tokens become text first, then they are billed and charged: those past a stop string are in no charge.
+- A caller's mistake ends its request with 400 and says nothing about the worker; a worker's fault is retried once while
+  the caller got nothing (``retry.py``); what it handed back unstarted is queued again, a few times.
+- Failing to handle one request's output ends that request only.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from gateway.desk import Desk
+from gateway.errors import ApiError, bad_request, internal, unavailable
+from gateway.flights import Flight
+from gateway.retry import MAX_REFUSALS, MAX_RETRIES, MAX_STRIKES, QuarantinedError, RetryBudget, Strikes, fingerprint
+from gateway.ticket import CancelledByCaller, Ticket
+from gateway.worker_handle import WorkerHandle, WorkerLoss
+from policies.types import RequeueReason, Transition
+from workers.protocol import SequenceOutput, StepOutputs
+
+log = logging.getLogger("forebay.dispatch")
+
+REFUSED = frozenset({"overloaded", "draining", "cancelled"})
+"""Ends by which a worker hands a request back that nobody had cancelled."""
+
+
+class Landing:
+    """Takes in one model's reports."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._strikes = Strikes()
+        self.budget = RetryBudget()
+
+    def inspect(self, ticket: Ticket, now: float) -> None:
+        """Look a new request up among those that broke workers. Raises ApiError 500 for a quarantined one."""
+        if not len(self._strikes):
+            return
+        key = self._fingerprint(ticket)
+        strikes = self._strikes.count(key, now)
+        if strikes >= MAX_STRIKES:
+            raise QuarantinedError
+        ticket.suspect, ticket.lost_at = strikes > 0, self._strikes.produced(key)
+
+    def outputs(self, handle: WorkerHandle, outputs: StepOutputs) -> None:
+        """News of one or several steps of one worker."""
+        now = self._desk.clock()
+        for output in outputs.outputs:
+            flight = self._desk.flights.get(output.id)
+            if flight is None or flight.handle is not handle or output.index not in flight.open:
+                continue
+            try:
+                self._take(flight, output, now)
+            except Exception:
+                log.exception("output of a request could not be handled", extra={"job": output.id})
+                self._desk.monitor.fault("outputs")
+                self._desk.stop(flight)
+                self._desk.end(flight.ticket, internal(), now)
+
+    def lost(self, handle: WorkerHandle, reason: WorkerLoss) -> None:
+        """A worker is gone with everything it had."""
+        now = self._desk.clock()
+        back: list[Ticket] = []
+        for flight in self._desk.flights.at(handle.name):
+            if flight.handle is not handle:
+                continue
+            self._desk.flights.remove(flight)
+            ticket = flight.ticket
+            strikes = self._strike(flight, now) if reason.suspicious else 0
+            if ticket.done:
+                continue
+            if ticket.cancelled:
+                self._desk.end(ticket, CancelledByCaller(), now)
+            elif strikes >= MAX_STRIKES:
+                self._desk.end(ticket, QuarantinedError(), now)
+            elif self._may_retry(ticket):
+                ticket.retries += 1
+                back.append(ticket)
+            else:
+                self._desk.end(ticket, unavailable("The worker that ran this request was lost.", "worker_lost"), now)
+        self._desk.requeue(back, RequeueReason.WORKER_LOST, now)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _take(self, flight: Flight, output: SequenceOutput, now: float) -> None:
+        ticket = flight.ticket
+        choice = flight.choices[output.index]
+        delta = choice.take(output)
+        flight.advance(output)
+        if output.finish is not None:
+            flight.open.discard(output.index)
+            if output.timings is not None:
+                ticket.preemptions += output.timings.preemptions
+        if not flight.open:
+            self._desk.flights.remove(flight)
+        if ticket.done:
+            return
+        charge = ticket.meter.observe(output.index, output.prompt_computed, output.prompt_cached, choice.billed)
+        if charge.total:
+            self._desk.charge(ticket, charge, now)
+        if delta.billed:
+            self._produced(flight, delta.billed, now)
+        if delta.error is not None or (delta.finish == "cancelled" and not ticket.cancelled):
+            self._failed(flight, delta.error or "cancelled", now)
+            return
+        if not delta.empty:
+            ticket.push(delta)
+        if ticket.cancelled:
+            if not flight.open:
+                self._desk.end(ticket, CancelledByCaller(), now)
+        elif flight.answered:
+            ticket.finish_reasons = tuple(choice.finish or "stop" for choice in flight.choices)
+            self._absolve(flight)
+            self._desk.stop(flight)
+            self._desk.end(ticket, None, now)
+
+    def _produced(self, flight: Flight, tokens: int, now: float) -> None:
+        ticket = flight.ticket
+        if flight.last_token_at is not None:
+            self._desk.monitor.gap(ticket.job, (now - flight.last_token_at) / tokens)
+        flight.last_token_at = now
+        if ticket.first_token_at is None:
+            ticket.first_token_at = now
+            self._desk.monitor.event(ticket.job, Transition.FIRST_TOKEN, now, worker=ticket.worker)
+        if flight.load.suspect and flight.produced > ticket.lost_at:
+            self._absolve(flight)
+
+    def _failed(self, flight: Flight, code: str, now: float) -> None:
+        """A choice ended by an error: so does the request, or its attempt."""
+        ticket = flight.ticket
+        whole = not flight.open
+        self._desk.stop(flight)
+        if ticket.cancelled:
+            if whole:
+                self._desk.end(ticket, CancelledByCaller(), now)
+            return
+        if code in REFUSED and whole and not ticket.committed and ticket.refusals < MAX_REFUSALS:
+            ticket.refusals += 1
+            self._desk.requeue([ticket], RequeueReason.WORKER_REFUSED, now)
+        elif code == "internal" and whole and self._may_retry(ticket):
+            ticket.retries += 1
+            self._desk.requeue([ticket], RequeueReason.WORKER_LOST, now)
+        else:
+            self._desk.end(ticket, _worker_error(code), now)
+
+    def _may_retry(self, ticket: Ticket) -> bool:
+        return not ticket.committed and ticket.retries < MAX_RETRIES and self.budget.spend()
+
+    def _strike(self, flight: Flight, now: float) -> int:
+        ticket = flight.ticket
+        ticket.suspect, ticket.lost_at = True, flight.produced
+        return self._strikes.strike(self._fingerprint(ticket), now, flight.produced)
+
+    def _absolve(self, flight: Flight) -> None:
+        ticket = flight.ticket
+        if ticket.suspect:
+            self._strikes.clear(self._fingerprint(ticket))
+            ticket.suspect = flight.load.suspect = False
+
+    def _fingerprint(self, ticket: Ticket) -> bytes:
+        if ticket.fingerprint is None:
+            job = ticket.job
+            ticket.fingerprint = fingerprint(job.tenant, job.model, ticket.prepared.generate)
+        return ticket.fingerprint
+
+
+def _worker_error(code: str) -> ApiError:
+    if code == "prompt_too_long":
+        return bad_request(
+            "The prompt and max_tokens do not fit the model's cache. Shorten the prompt or lower max_tokens.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    if code == "bad_request":
+        return bad_request("The model's worker refused the request's parameters.")
+    if code in REFUSED:
+        return unavailable("No worker could take this request.", "worker_overloaded")
+    return ApiError(
+        500, "The worker failed while it ran this request.", type="server_error", code="worker_error", retry_after_s=1.0
+    )
