@@ -21,12 +21,15 @@ from policies.types import (
     Job,
     JobEvent,
     JobId,
+    Limits,
+    LimitState,
     Pick,
     Principal,
     QueueSnapshot,
     QuotaDecision,
     RequeueReason,
     RouteDecision,
+    TenantId,
     Usage,
     WorkerView,
 )
@@ -125,6 +128,28 @@ class QuotaPolicy(Protocol):
 
     def load(self, state: Json) -> None:
         """Take over another instance's ``dump()``; unknown keys are ignored."""
+        ...
+
+
+@runtime_checkable
+class QuotaPeek(Protocol):
+    """Optional for a quota policy: figures without a reservation, for the headers of requests that reserve nothing."""
+
+    def peek(self, tenant: TenantId, limits: Limits, now: float) -> Mapping[str, LimitState]:
+        """Keys ``requests`` and ``tokens``, as in ``QuotaDecision.remaining``. No I/O, no side effect."""
+        ...
+
+
+@runtime_checkable
+class Lifecycle(Protocol):
+    """Optional for any policy: what it needs beside its calls (a connection, a key set, a task)."""
+
+    async def start(self) -> None:
+        """Called once before its first use. Raising keeps a start or a swap from happening."""
+        ...
+
+    async def close(self) -> None:
+        """Called once after its last use, also after a failed ``start``."""
         ...
 
 
@@ -269,6 +294,7 @@ __all__ = [
     "Json",
     "Kind",
     "LauncherSpec",
+    "Lifecycle",
     "ModelSpec",
     "NoConfig",
     "PolicyConfig",
@@ -276,6 +302,7 @@ __all__ = [
     "PolicyContext",
     "PolicySpec",
     "PolicyUnavailableError",
+    "QuotaPeek",
     "QuotaPolicy",
     "RoutingPolicy",
     "SchedulingPolicy",
