@@ -157,6 +157,8 @@ class QuotaDecision:
     """True when it could not pass even with an idle, full quota: the caller gets 400, not an eternal 429."""
     remaining: Mapping[str, LimitState] = field(default_factory=dict)
     """Keys ``requests`` and ``tokens``, as in the headers."""
+    message: str | None = None
+    """For the caller, with ``never``: which limit, by how much, and what would pass."""
 
 
 class RequeueReason(StrEnum):
