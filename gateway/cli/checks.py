@@ -46,12 +46,13 @@ class Finding:
 def everything(config: str | None) -> list[Finding]:
     """All findings, in the order a reader wants them. ``config`` None means the demo."""
     findings = [*versions(), *import_names(), *devices(), *compiler(), *cache()]
-    from gateway.cli.loading import load_settings
+    from gateway.cli.loading import load_config
 
     try:
-        settings, path = load_settings(config)
+        loaded = load_config(config)
     except UserError as error:
         return [*findings, Finding("fail", "configuration", str(error).replace("\n", "; "))]
+    settings, path = loaded.settings, loaded.path
     findings.append(Finding("ok", "configuration", str(path)))
     return [*findings, *models(settings, path), *keys(settings), *ports(settings)]
 

@@ -20,10 +20,9 @@ def register(app: typer.Typer) -> None:
 @group.command()
 def check(config: Annotated[str, typer.Argument(help="The file, or the name of a shipped one.")]) -> None:
     """Check a configuration; exit 1 and every mistake with its path in the file."""
-    from gateway.cli.loading import load_settings
+    from gateway.cli.loading import load_config
 
-    _, path = load_settings(config)
-    say(f"{path}: no mistakes.")
+    say(f"{load_config(config).path}: no mistakes.")
 
 
 @group.command()

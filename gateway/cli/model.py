@@ -38,10 +38,10 @@ def pull(
 
     wanted: list[tuple[str, Path]] = [(source, Path.cwd()) for source in sources or []]
     if config is not None:
-        from gateway.cli.loading import load_settings
+        from gateway.cli.loading import load_config
 
-        settings, path = load_settings(str(config))
-        wanted += [(model.source, path.parent) for model in settings.models]
+        loaded = load_config(str(config))
+        wanted += [(model.source, loaded.base_dir) for model in loaded.settings.models]
     for source, base_dir in wanted or [(BUNDLED, Path.cwd())]:
         try:
             with progress_bar() as progress:

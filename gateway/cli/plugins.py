@@ -29,9 +29,9 @@ def plugins(
 
     names: tuple[str, ...] = ()
     if config is not None:
-        from gateway.cli.loading import load_settings
+        from gateway.cli.loading import load_config
 
-        names = load_settings(str(config))[0].plugins
+        names = load_config(str(config)).settings.plugins
     try:
         manager = make_manager(names)
         registry = Registry.from_manager(manager)

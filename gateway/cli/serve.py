@@ -15,6 +15,7 @@ from gateway.cli.output import UserError, say
 if TYPE_CHECKING:
     import socket
 
+    from gateway.config_file import Loaded
     from gateway.settings import Settings
 
 
@@ -35,13 +36,13 @@ def serve(
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Start the gateway and the workers of a configuration; Ctrl-C or SIGTERM lets running requests finish."""
-    from gateway.cli.loading import load_settings
+    from gateway.cli.loading import load_config
 
-    settings, path = load_settings(config)
+    loaded = load_config(config)
     environment = dict(os.environ)
     if dev:
-        _add_dev_key(settings, environment)
-    code = _run(Start(settings, path, environment, ready_file, dev, log_level))
+        _add_dev_key(loaded.settings, environment)
+    code = _run(Start(loaded, environment, ready_file, dev, log_level))
     raise typer.Exit(code)
 
 
@@ -49,12 +50,16 @@ def serve(
 class Start:
     """What one ``serve`` was asked for."""
 
-    settings: Settings
-    path: Path
+    loaded: Loaded
     environment: dict[str, str]
     ready_file: Path | None
     dev: bool
     log_level: str
+
+    @property
+    def settings(self) -> Settings:
+        """The file's content."""
+        return self.loaded.settings
 
 
 def _add_dev_key(settings: Settings, environment: dict[str, str]) -> None:
@@ -101,7 +106,7 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
     from gateway.cli.listener import Listener, url_of
     from gateway.compose import build
 
-    gateway = build(start.settings, base_dir=start.path.parent, env=start.environment)
+    gateway = build(start.settings, base_dir=start.loaded.base_dir, env=start.environment)
     listeners = [
         Listener(public_app(gateway), public, start.settings.listen.max_connections),
         Listener(admin_app(gateway), admin),

@@ -32,9 +32,10 @@ def token(
     The key is the one in the variable the configuration names (FOREBAY_JWT_KEY), or this machine's development key.
     """
     from gateway.cli.devkey import find_key, jwt_settings
-    from gateway.cli.loading import load_settings
+    from gateway.cli.loading import load_config
 
-    settings, path = load_settings(str(config) if config else None)
+    loaded = load_config(str(config) if config else None)
+    settings, path = loaded.settings, loaded.path
     jwt = jwt_settings(settings)
     if jwt is None:
         used = settings.policies.auth.use

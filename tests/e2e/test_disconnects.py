@@ -1,0 +1,60 @@
+"""Clients that leave, at any moment, many of them (gateway C1, C3, C17; security 79)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import httpx
+
+from tests.e2e.harness import MODEL, Server, until
+
+REQUESTS = 1000
+DROPPED = 0.3
+AT_ONCE = 48
+SEED = 20
+
+
+async def drive(server: Server) -> tuple[int, int]:
+    """Send all requests, leave some at random moments; how many were answered and how many left."""
+    rng = random.Random(SEED)
+    url = server.info["url"] + "/v1/completions"
+    headers = server.authorization("batch")
+    gate = asyncio.Semaphore(AT_ONCE)
+    answered = left = 0
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        nonlocal answered, left
+        drop_after = rng.expovariate(1 / 0.08) if rng.random() < DROPPED else None
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "prompt": [504, 3575, 282, rng.randrange(1000, 4000), 314],
+            "max_tokens": 40 if drop_after is not None else rng.randrange(1, 5),
+            "ignore_eos": True,
+            "stream": bool(rng.getrandbits(1)),
+        }
+        async with gate:
+            try:
+                async with asyncio.timeout(drop_after):
+                    answer = await client.post(url, json=body, headers=headers)
+                    assert answer.status_code == 200, answer.text
+                    answered += 1
+            except TimeoutError:
+                left += 1
+
+    limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
+    async with httpx.AsyncClient(limits=limits, timeout=60) as client:
+        await asyncio.gather(*(one(client, number) for number in range(REQUESTS)))
+    return answered, left
+
+
+async def test_a_thousand_requests_a_third_of_them_dropped(server: Server) -> None:
+    """Afterwards nothing is held: no block, no slot, no queue entry; and the worker is the same process."""
+    [before] = server.workers()
+    answered, left = await drive(server)
+    assert answered + left == REQUESTS
+    assert left > REQUESTS * DROPPED / 2, "too few were dropped to show anything"
+    until(lambda: at_rest(server), "every block, slot and queue entry given back", 10)
+    [after] = server.workers()
+    assert after.pid == before.pid
