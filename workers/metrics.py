@@ -1,0 +1,160 @@
+"""The worker's Prometheus metrics (docs/telemetry.md), on a port of their own.
+
+Rules
+- One registry per worker, nothing global. ``step`` runs on the engine thread and only adds to histograms; everything
+  else is read when Prometheus asks, from the callables given at the start.
+- No tenant is named here: the worker knows none.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from workers.engine.record import StepRecord
+from workers.protocol import WorkerStats
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
+_COUNTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0)
+BUSY_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where a scrape reads. All are called on the scrape's thread and must not wait for the engine."""
+
+    stats: Callable[[], WorkerStats]
+    evictions: Callable[[], Mapping[str, int]] = dict
+    """Cumulative, by reason."""
+    memory: Callable[[], Mapping[str, int]] = dict
+    """Bytes by kind: ``weights``, ``kv``, ``activations``, ``free``."""
+
+
+class _Reader(Collector):
+    def __init__(self, sources: Sources, busy: Callable[[], float]) -> None:
+        self._sources = sources
+        self._busy = busy
+
+    def describe(self) -> Iterable[Metric]:
+        return self._families(WorkerStats(), {}, {}, 0.0)
+
+    def collect(self) -> Iterable[Metric]:
+        sources = self._sources
+        return self._families(sources.stats(), sources.evictions(), sources.memory(), self._busy())
+
+    @staticmethod
+    def _families(
+        stats: WorkerStats, evictions: Mapping[str, int], memory: Mapping[str, int], busy: float
+    ) -> list[Metric]:
+        blocks = GaugeMetricFamily("forebay_engine_kv_blocks", "KV blocks.", labels=["state"])
+        for state, count in (
+            ("free", stats.free_blocks),
+            ("cached", stats.cached_blocks),
+            ("used", stats.used_blocks),
+        ):
+            blocks.add_metric([state], count)
+        evicted = CounterMetricFamily("forebay_evictions", "Cached blocks evicted.", labels=["reason"])
+        for reason, count in evictions.items():
+            evicted.add_metric([reason], count)
+        held = GaugeMetricFamily("forebay_device_memory_bytes", "Memory by what it holds.", labels=["kind"])
+        for kind, size in memory.items():
+            held.add_metric([kind], size)
+        return [
+            GaugeMetricFamily("forebay_engine_running", "Sequences that run.", value=stats.running),
+            GaugeMetricFamily("forebay_engine_waiting", "Sequences that wait for a slot.", value=stats.waiting),
+            blocks,
+            CounterMetricFamily("forebay_engine_preemptions", "Sequences that lost their blocks.", stats.preemptions),
+            CounterMetricFamily(
+                "forebay_engine_prefix_cache_queries_tokens", "Prompt tokens looked up.", stats.query_tokens
+            ),
+            CounterMetricFamily("forebay_engine_prefix_cache_hits_tokens", "Prompt tokens found.", stats.hit_tokens),
+            evicted,
+            held,
+            GaugeMetricFamily(
+                "forebay_device_busy_ratio", f"Part of the last {BUSY_WINDOW_S:.0f} s spent in the model.", value=busy
+            ),
+        ]
+
+
+class WorkerMetrics:
+    """All metrics of one worker process."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        *,
+        versions: Mapping[str, str] | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """``clock_ns`` is the clock of the step records."""
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # the library's only switch
+        self.registry = CollectorRegistry()
+        self._clock_ns = clock_ns
+        self._born_ns = clock_ns()
+        self._runs: deque[tuple[int, int]] = deque()
+        self._runs_lock = threading.Lock()
+        histogram = self._histogram
+        self._step_seconds = histogram("engine_step_seconds", "Duration of an engine step.", _SECONDS)
+        self._batch_size = histogram("engine_batch_size", "Sequences in a step.", _COUNTS)
+        tokens = histogram("engine_step_tokens", "Tokens computed in a step.", _COUNTS, "phase")
+        self._prefill, self._decode = tokens.labels("prefill"), tokens.labels("decode")
+        self._exported = Counter("forebay_spans_exported", "Spans the collector took.", registry=self.registry)
+        self._dropped = Counter(
+            "forebay_spans_dropped", "Spans lost on the way to the collector.", ["reason"], registry=self.registry
+        )
+        Info("forebay_build", "Versions.", registry=self.registry).info(dict(versions or {}))
+        self.registry.register(_Reader(sources, self.busy_ratio))
+
+    def step(self, record: StepRecord) -> None:
+        """Count one step. Engine thread."""
+        self._step_seconds.observe((record.end_ns - record.start_ns) / 1e9)
+        self._batch_size.observe(record.batch)
+        self._prefill.observe(record.prefill_tokens)
+        self._decode.observe(record.decode_tokens)
+        with self._runs_lock:
+            self._runs.append((record.end_ns, record.run_ns))
+            self._expire(record.end_ns)
+
+    def busy_ratio(self) -> float:
+        """Part of the last seconds that the model ran, 0 to 1."""
+        now = self._clock_ns()
+        with self._runs_lock:
+            self._expire(now)
+            ran = sum(run for _, run in self._runs)
+        window = min(BUSY_WINDOW_S * 1e9, max(1, now - self._born_ns))
+        return min(1.0, ran / window)
+
+    def spans_exported(self, spans: int) -> None:
+        """Count spans the collector took. Any thread."""
+        self._exported.inc(spans)
+
+    def spans_dropped(self, reason: str, spans: int) -> None:
+        """Count spans that were lost. Any thread."""
+        self._dropped.labels(reason).inc(spans)
+
+    def serve(self, host: str = "127.0.0.1", port: int = 0) -> tuple[int, Callable[[], None]]:
+        """Answer scrapes at ``http://host:port/metrics`` (0 picks a free port). Returns the port and how to stop."""
+        server, thread = prometheus_client.start_http_server(port, host, self.registry)
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join(2.0)
+
+        return server.server_port, stop
+
+    def _expire(self, now_ns: int) -> None:
+        limit = now_ns - int(BUSY_WINDOW_S * 1e9)
+        while self._runs and self._runs[0][0] <= limit:
+            self._runs.popleft()
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"forebay_{name}", text, labels, buckets=buckets, registry=self.registry)
