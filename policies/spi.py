@@ -21,7 +21,6 @@ from policies.types import (
     Job,
     JobEvent,
     JobId,
-    Limits,
     LimitState,
     Pick,
     Principal,
@@ -132,11 +131,11 @@ class QuotaPolicy(Protocol):
 
 
 @runtime_checkable
-class QuotaPeek(Protocol):
-    """Optional for a quota policy: figures without a reservation, for the headers of requests that reserve nothing."""
+class QuotaView(Protocol):
+    """Optional for a quota policy: figures without a reservation, for headers and admin views."""
 
-    def peek(self, tenant: TenantId, limits: Limits, now: float) -> Mapping[str, LimitState]:
-        """Keys ``requests`` and ``tokens``, as in ``QuotaDecision.remaining``. No I/O, no side effect."""
+    def remaining(self, tenant: TenantId, now: float) -> Mapping[str, LimitState]:
+        """Keys ``requests`` and ``tokens``, as in ``QuotaDecision.remaining``; empty when nothing is kept of it. No I/O."""
         ...
 
 
@@ -302,8 +301,8 @@ __all__ = [
     "PolicyContext",
     "PolicySpec",
     "PolicyUnavailableError",
-    "QuotaPeek",
     "QuotaPolicy",
+    "QuotaView",
     "RoutingPolicy",
     "SchedulingPolicy",
     "hookimpl",
