@@ -135,7 +135,7 @@ class QuotaView(Protocol):
     """Optional for a quota policy: figures without a reservation, for headers and admin views."""
 
     def remaining(self, tenant: TenantId, now: float) -> Mapping[str, LimitState]:
-        """Keys ``requests`` and ``tokens``, as in ``QuotaDecision.remaining``; empty when nothing is kept of it. No I/O."""
+        """As ``QuotaDecision.remaining``; empty when nothing is kept of it. No I/O."""
         ...
 
 
