@@ -6,6 +6,7 @@ Unknown keys are errors everywhere; every model is frozen.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -14,10 +15,18 @@ from policies.types import Limits
 from workers.config import EngineConfig
 
 
+class SettingsError(ValueError):
+    """Mistakes that only show when several keys are read together; each has its path below the validated section."""
+
+    def __init__(self, mistakes: list[tuple[tuple[str | int, ...], str]]) -> None:
+        super().__init__("; ".join(f"{'.'.join(map(str, path))}: {message}" for path, message in mistakes))
+        self.mistakes = mistakes
+
+
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, instances are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True)
 
 
 class Listen(Section):
@@ -184,31 +193,46 @@ class Settings(Section):
     @field_validator("tenants")
     @classmethod
     def _unique_tenants(cls, tenants: tuple[Tenant, ...]) -> tuple[Tenant, ...]:
-        _unique([tenant.id for tenant in tenants], "tenant id")
+        _raise(_duplicates([tenant.id for tenant in tenants], "id", "tenant id"))
         return tenants
 
     @field_validator("models")
     @classmethod
     def _unique_models(cls, models: tuple[Model, ...]) -> tuple[Model, ...]:
-        _unique([model.name for model in models], "model name")
-        for model in models:
-            _unique([pool.name for pool in model.pools], f"pool name in model {model.name!r}")
+        mistakes = list(_duplicates([model.name for model in models], "name", "model name"))
+        for i, model in enumerate(models):
+            pools = _duplicates([pool.name for pool in model.pools], "name", "pool name")
+            mistakes.extend(((i, "pools", *path), message) for path, message in pools)
+        _raise(mistakes)
         return models
 
     @model_validator(mode="after")
-    def _known_classes(self) -> Settings:
-        users = [(f"tenants.{i}.class", tenant.class_) for i, tenant in enumerate(self.tenants)]
+    def _consistent(self) -> Settings:
+        mistakes: list[Mistake] = []
+        users: list[tuple[Path, str]] = [(("tenants", i, "class"), t.class_) for i, t in enumerate(self.tenants)]
         if self.tenant_defaults is not None:
-            users.append(("tenant_defaults.class", self.tenant_defaults.class_))
+            users.append((("tenant_defaults", "class"), self.tenant_defaults.class_))
         for path, name in users:
             if name not in self.classes:
-                raise ValueError(f"{path}: unknown class {name!r}; known: {', '.join(sorted(self.classes))}")
+                mistakes.append((path, f"unknown class {name!r} (known: {', '.join(sorted(self.classes)) or 'none'})"))
+        if self.listen.port == self.admin.port != 0 and self.listen.host == self.admin.host:
+            mistakes.append((("admin", "port"), f"{self.admin.port} is the public port; the admin API needs its own"))
+        _raise(mistakes)
         return self
 
 
-def _unique(names: list[str], what: str) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise ValueError(f"duplicate {what} {name!r}")
-        seen.add(name)
+Path = tuple[str | int, ...]
+Mistake = tuple[Path, str]
+
+
+def _duplicates(names: list[str], key: str, what: str) -> Iterator[Mistake]:
+    first: dict[str, int] = {}
+    for i, name in enumerate(names):
+        if first.setdefault(name, i) != i:
+            yield (i, key), f"duplicate {what} {name!r}, the same as number {first[name]} (counted from 0)"
+
+
+def _raise(mistakes: Iterable[Mistake]) -> None:
+    found = list(mistakes)
+    if found:
+        raise SettingsError(found)

@@ -1,0 +1,372 @@
+"""From a checked request to the job that policies see and the message that a worker gets.
+
+Rules
+- Identity, weight, class, limits and cache scope come from the verified tenant. A caller may lower its class
+  (``x-forebay-class``) and loosen its deadline (``x-forebay-deadline-ms``); anything else it claims is ignored.
+- The event loop never waits for a long text: above ``INLINE_CHARS`` template and tokenizer run in a thread of our own.
+- A text that is too long to fit is refused before it is encoded.
+- An explicit ``max_tokens`` is kept or refused, never cut silently. An omitted one is what all limits allow, and
+  ``Prepared.headers`` says so where a limit made it smaller than the model's default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gateway.choices import ChoiceStream, Decoder
+from gateway.errors import ApiError, bad_request
+from gateway.http.schemas import ChatRequest, CompletionRequest
+from gateway.settings import ServiceClass
+from gateway.tenants import EffectiveTenant
+from policies.types import CacheScope, Job, JobId, PrefixKey, Principal
+from workers.engine.block_hash import chain_keys
+from workers.protocol import Generate
+from workers.tokenizer import INLINE_CHARS, ChatTemplateError, EncodeError
+
+MAX_CHARS_PER_TOKEN = 16
+"""A text longer than this many characters per token of context is refused unread; real text has 1 to 6."""
+MESSAGE_CHARS = 64
+"""What rendering one message costs, in characters of encoding."""
+
+AnyRequest = ChatRequest | CompletionRequest
+
+
+class TextTokenizer(Protocol):
+    """What is needed of ``workers.tokenizer.Tokenizer``."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Valid ids are below it."""
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a raw prompt. Raises EncodeError."""
+        ...
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Ids of a chat in the model's template. Raises ChatTemplateError, EncodeError."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token."""
+        ...
+
+    def decoder(self) -> Decoder:
+        """A decoder for one answer."""
+        ...
+
+
+class ServedModel(Protocol):
+    """What is needed of ``gateway.models.ModelHandle``."""
+
+    @property
+    def name(self) -> str:
+        """What clients ask for."""
+        ...
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Its tokenizer. Raises ApiError 503 while it is being loaded."""
+        ...
+
+    @property
+    def revision(self) -> str:
+        """What the prefix keys are made with."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Longest prompt + output in tokens."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        ...
+
+    @property
+    def default_max_tokens(self) -> int:
+        """Output length when a request names none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is ready for admission, quota and queue."""
+
+    job: Job
+    generate: Generate
+    """Without a trace: the dispatcher adds the chat span's context."""
+    request: AnyRequest = field(repr=False)
+    tokenizer: TextTokenizer = field(repr=False)
+    limited_by: str | None = None
+    """Which limit made an omitted ``max_tokens`` smaller than the model's default."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        return self.request.stop
+
+    @property
+    def stream(self) -> bool:
+        """Answer as a stream?"""
+        return self.request.stream
+
+    @property
+    def include_usage(self) -> bool:
+        """End the stream with a usage chunk?"""
+        return self.request.include_usage
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return self.job.prompt_tokens
+
+    def choices(self) -> list[ChoiceStream]:
+        """Fresh text streams for its choices: one set per attempt."""
+        params = self.generate.params
+        return [
+            ChoiceStream(
+                self.tokenizer.decoder(),
+                index=index,
+                stops=self.request.stop,
+                min_tokens=params.min_tokens,
+                token_bytes=None if params.logprobs is None else self.tokenizer.token_bytes,
+            )
+            for index in range(self.generate.n)
+        ]
+
+    def headers(self) -> dict[str, str]:
+        """``x-forebay-max-tokens: 180; limit=tokens_per_minute`` where a limit cut an omitted ``max_tokens``."""
+        if self.limited_by is None:
+            return {}
+        return {"x-forebay-max-tokens": f"{self.generate.max_tokens}; limit={self.limited_by}"}
+
+
+class Intake:
+    """Makes jobs. One per gateway; ``close`` ends its threads."""
+
+    def __init__(self, secret: bytes, *, threads: int = 2) -> None:
+        """``secret`` keys the opaque tenant names that workers see."""
+        self._secret = secret
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        """End the threads; encodings that run are finished first."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    async def prepare(
+        self,
+        request: AnyRequest,
+        *,
+        principal: Principal,
+        tenant: EffectiveTenant,
+        model: ServedModel,
+        scope: CacheScope,
+        job_id: JobId,
+        now: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> Prepared:
+        """Tokenise, apply the limits, build job and message. ``headers``: the request's, names in lower case.
+
+        Raises ApiError: 400 for what does not fit the model or the tenant's limits, 503 while the model is loading.
+        """
+        tokenizer = model.tokenizer
+        context = _Context.of(model, tenant)
+        tokens, keys = await self._encoded(request, tokenizer, model, scope, context)
+        _check_logit_bias(request, tokenizer.vocab_size)
+        max_tokens, limited_by = _output_budget(request, len(tokens), context, tenant, model)
+        _check_min_tokens(request, max_tokens)
+        name, service_class = _service_class(tenant, headers or {})
+        job = Job(
+            id=job_id,
+            tenant=tenant.id,
+            model=model.name,
+            prompt_tokens=len(tokens),
+            max_tokens=request.n * max_tokens,
+            arrived_at=now,
+            weight=tenant.weight,
+            user=principal.user,
+            groups=principal.groups,
+            service_class=name,
+            priority=service_class.priority,
+            deadline=now + _deadline_s(service_class, headers or {}),
+            max_wait_s=service_class.max_wait_s,
+            requires=tenant.requires,
+            cache_scope=scope,
+            prefix_keys=keys,
+            limits=tenant.limits,
+        )
+        generate = Generate(
+            id=job_id,
+            tokens=tokens,
+            max_tokens=max_tokens,
+            params=request.params,
+            n=request.n,
+            scope=scope.key,
+            tenant_key=self._tenant_key(tenant),
+            weight=tenant.weight,
+        )
+        return Prepared(job, generate, request, tokenizer, limited_by)
+
+    async def _encoded(
+        self, request: AnyRequest, tokenizer: TextTokenizer, model: ServedModel, scope: CacheScope, context: _Context
+    ) -> tuple[list[int], tuple[PrefixKey, ...]]:
+        chars, encode = _reader(request, tokenizer)
+        context.refuse_text(chars, _param(request))
+        block_size, revision = model.block_size, model.revision
+
+        def work() -> tuple[list[int], tuple[PrefixKey, ...]]:
+            tokens = encode()
+            _check_tokens(tokens, tokenizer.vocab_size, _param(request))
+            if len(tokens) >= context.tokens:  # refused below: no keys are needed
+                return tokens, ()
+            keys = chain_keys(scope.key, revision, None, tokens, block_size)
+            return tokens, tuple(PrefixKey(key) for key in keys)
+
+        try:
+            if chars <= INLINE_CHARS:
+                return work()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except (ChatTemplateError, EncodeError) as error:
+            text = str(error)
+            raise bad_request(f"{text[:1].upper()}{text[1:]}.", param=_param(request)) from None
+
+    def _tenant_key(self, tenant: EffectiveTenant) -> str:
+        return hmac.new(self._secret, b"tenant\0" + tenant.id.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+def _param(request: AnyRequest) -> str:
+    return "messages" if isinstance(request, ChatRequest) else "prompt"
+
+
+def _reader(request: AnyRequest, tokenizer: TextTokenizer) -> tuple[int, Callable[[], list[int]]]:
+    """What encoding costs (in characters), and how it is done."""
+    if isinstance(request, ChatRequest):
+        # The templates of open models know "system"; "developer" is its newer name.
+        messages = [
+            {"role": "system" if m.role == "developer" else m.role, "content": m.content} for m in request.messages
+        ]
+        chars = sum(len(m["content"]) for m in messages) + MESSAGE_CHARS * len(messages)
+        return chars, lambda: tokenizer.encode_chat(messages)
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return len(prompt), lambda: tokenizer.encode_text(prompt)
+    return len(prompt), lambda: list(prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """How long prompt + output may be, and who says so."""
+
+    tokens: int
+    whose: str
+
+    @classmethod
+    def of(cls, model: ServedModel, tenant: EffectiveTenant) -> _Context:
+        limit = tenant.limits.max_context_tokens
+        if limit is not None and limit < model.max_context:
+            return cls(limit, "your tenant's limit")
+        return cls(model.max_context, "the model's context")
+
+    def refuse_text(self, chars: int, param: str) -> None:
+        most = self.tokens * MAX_CHARS_PER_TOKEN
+        if chars > most:
+            raise _too_long(
+                f"{self.whose.capitalize()} is {self.tokens} tokens; a prompt of {chars} characters cannot fit "
+                f"(at most {most} are read). Shorten it.",
+                param,
+            )
+
+    def refuse(self, prompt: int, output: int, param: str) -> ApiError:
+        return _too_long(
+            f"{self.whose.capitalize()} is {self.tokens} tokens, but {prompt} in the prompt and {output} of output "
+            f"make {prompt + output}. Shorten the prompt or ask for less output.",
+            param,
+        )
+
+
+def _too_long(message: str, param: str) -> ApiError:
+    return bad_request(message, param=param, code="context_length_exceeded")
+
+
+def _check_tokens(tokens: list[int], vocab: int, param: str) -> None:
+    if not tokens:
+        raise bad_request(f"{param} is empty: the model needs at least one token.", param=param)
+    if min(tokens) >= 0 and max(tokens) < vocab:
+        return
+    i = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab)
+    raise bad_request(
+        f"{param}[{i}]: {tokens[i]} is no token id of this model; its ids are 0 to {vocab - 1}.", param=f"{param}[{i}]"
+    )
+
+
+def _check_logit_bias(request: AnyRequest, vocab: int) -> None:
+    wrong = max(request.params.logit_bias, default=0)
+    if wrong >= vocab:
+        raise bad_request(
+            f"logit_bias: {wrong} is no token id of this model; its ids are 0 to {vocab - 1}.", param="logit_bias"
+        )
+
+
+def _check_min_tokens(request: AnyRequest, max_tokens: int) -> None:
+    if request.params.min_tokens > max_tokens:
+        raise bad_request(
+            f"min_tokens ({request.params.min_tokens}) is above the most tokens a choice may have ({max_tokens}); "
+            f"lower it or raise {request.max_tokens_param}.",
+            param="min_tokens",
+        )
+
+
+def _output_budget(
+    request: AnyRequest, prompt: int, context: _Context, tenant: EffectiveTenant, model: ServedModel
+) -> tuple[int, str | None]:
+    """Output tokens per choice, and the limit that made an omitted ``max_tokens`` smaller than the default."""
+    if prompt >= context.tokens:
+        raise context.refuse(prompt, request.max_tokens or 1, _param(request))
+    most = tenant.limits.max_output_tokens
+    if most is not None and request.n * (request.max_tokens or 1) > most:
+        asked = f"{request.n} x {request.max_tokens or 1}" if request.n > 1 else str(request.max_tokens)
+        raise bad_request(
+            f"{asked} output tokens are more than your tenant's limit of {most} per request (all choices together). "
+            f"Lower {request.max_tokens_param} or n.",
+            param=request.max_tokens_param if request.max_tokens else "n",
+            code="max_output_tokens_exceeded",
+        )
+    if request.max_tokens is not None:
+        if prompt + request.max_tokens > context.tokens:
+            raise context.refuse(prompt, request.max_tokens, request.max_tokens_param)
+        return request.max_tokens, None
+    allowed = {"context": context.tokens - prompt}
+    if most is not None:
+        allowed["max_output_tokens"] = most // request.n
+    if tenant.limits.tokens_per_minute is not None:
+        # A prompt that leaves nothing is the quota policy's to refuse: it knows whether the limit is in force.
+        allowed["tokens_per_minute"] = max(1, (tenant.limits.tokens_per_minute - prompt) // request.n)
+    limit = min(allowed, key=lambda name: allowed[name])
+    if allowed[limit] < model.default_max_tokens:
+        return allowed[limit], limit
+    return model.default_max_tokens, None
+
+
+def _service_class(tenant: EffectiveTenant, headers: Mapping[str, str]) -> tuple[str, ServiceClass]:
+    """The tenant's class, or the one it asks for when that is not above its own."""
+    own = tenant.classes.get(tenant.service_class) or ServiceClass()
+    wanted = headers.get("x-forebay-class", "")
+    lower = tenant.classes.get(wanted)
+    if lower is not None and lower.priority <= own.priority:
+        return wanted, lower
+    return tenant.service_class, own
+
+
+def _deadline_s(service_class: ServiceClass, headers: Mapping[str, str]) -> float:
+    """Seconds from arrival: what the class says, or later when the caller says so."""
+    wanted = headers.get("x-forebay-deadline-ms", "")
+    loosened = int(wanted) / 1000 if wanted.isascii() and wanted.isdigit() and len(wanted) <= 9 else 0.0
+    return max(service_class.max_wait_s, loosened)
