@@ -5,6 +5,12 @@ Launchers and models are named as strings: this module, like all of ``policies``
 
 from __future__ import annotations
 
+from policies.admission import bounded
+from policies.admission import open as open_admission
+from policies.auth import api_key, chain, jwt, none
+from policies.cache_scope import group, tenant, user
+from policies.quota import token_bucket, unlimited
+from policies.routing import least_loaded, prefix_affinity, round_robin
 from policies.scheduling import fcfs, vtc
 from policies.spi import LauncherSpec, ModelSpec, PolicySpec, hookimpl
 
@@ -13,8 +19,22 @@ from policies.spi import LauncherSpec, ModelSpec, PolicySpec, hookimpl
 def forebay_policies() -> list[PolicySpec]:
     """One line per policy; a new one is a module with a ``SPEC`` and its name here."""
     return [
+        api_key.SPEC,
+        chain.SPEC,
+        jwt.SPEC,
+        none.SPEC,
+        token_bucket.SPEC,
+        unlimited.SPEC,
+        group.SPEC,
+        tenant.SPEC,
+        user.SPEC,
         fcfs.SPEC,
         vtc.SPEC,
+        least_loaded.SPEC,
+        prefix_affinity.SPEC,
+        round_robin.SPEC,
+        bounded.SPEC,
+        open_admission.SPEC,
     ]
 
 
