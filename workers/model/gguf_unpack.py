@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,18 +51,21 @@ class GgufModel:
         except (ValueError, OSError, IndexError, KeyError) as error:
             raise ModelStoreError(f"{path} is not a readable GGUF file: {error}") from error
         self.metadata: Metadata = {name: field.contents() for name, field in self._reader.fields.items()}
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         architecture = self.metadata.get("general.architecture")
         if architecture != "llama":
             raise ModelStoreError(f"{path}: general.architecture is {architecture!r}; supported in GGUF: llama")
-        if "rope_freqs.weight" in self._tensors or f"{architecture}.rope.scaling.type" in self.metadata:
+        names = {tensor.name for tensor in self._reader.tensors}
+        if "rope_freqs.weight" in names or f"{architecture}.rope.scaling.type" in self.metadata:
             raise ModelStoreError(
                 f"{path}: scaled RoPE in GGUF is not supported; use the model's safetensors directory instead"
             )
+        self._tensors = {_hf_name(tensor.name, path): tensor for tensor in self._reader.tensors}
+        self._heads = int(self._need("llama.attention.head_count"))
+        self._kv_heads = int(self.metadata.get("llama.attention.head_count_kv", self._heads))
 
     def config(self) -> dict[str, Any]:
         """The ``config.json`` this file amounts to."""
-        meta, heads = self.metadata, int(self._need("llama.attention.head_count"))
+        meta, heads = self.metadata, self._heads
         hidden = int(self._need("llama.embedding_length"))
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -73,14 +75,14 @@ class GgufModel:
             "intermediate_size": int(self._need("llama.feed_forward_length")),
             "num_hidden_layers": int(self._need("llama.block_count")),
             "num_attention_heads": heads,
-            "num_key_value_heads": int(meta.get("llama.attention.head_count_kv", heads)),
+            "num_key_value_heads": self._kv_heads,
             "head_dim": int(meta.get("llama.attention.key_length", hidden // heads)),
             "max_position_embeddings": int(self._need("llama.context_length")),
             # Stored as float32; seven digits give back the decimal that was meant (1e-05, not 9.99999974e-06).
             "rms_norm_eps": float(f"{self._need('llama.attention.layer_norm_rms_epsilon'):.7g}"),
             "rope_theta": float(meta.get("llama.rope.freq_base", 10000.0)),
             "vocab_size": len(self._need("tokenizer.ggml.tokens")),
-            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "attention_bias": False,
             "mlp_bias": False,
             "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
@@ -91,23 +93,18 @@ class GgufModel:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Tensor name → shape [out, in], in file order."""
-        found: dict[str, tuple[int, ...]] = {}
-        for name, tensor in self._tensors.items():
-            found[_hf_name(name, self.path)] = tuple(int(size) for size in reversed(tensor.shape))
-        return found
+        return {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
 
-    def tensors(self) -> Iterator[tuple[str, Array]]:
-        """(name, fp32 array [out, in]) in the order of ``shapes``; rows of q and k in the half-split RoPE order."""
-        config = self.config()
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        for name, tensor in self._tensors.items():
-            array = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-            array = array.reshape(tuple(int(size) for size in reversed(tensor.shape)))
-            if name.endswith("attn_q.weight"):
-                array = unpermute(array, heads)
-            elif name.endswith("attn_k.weight"):
-                array = unpermute(array, kv_heads)
-            yield _hf_name(name, self.path), array
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        """One tensor, dequantised to fp32 [out, in]; rows of q and k in the half-split RoPE order."""
+        stored = self._tensors[name]
+        array = np.asarray(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
+        array = array.reshape(tuple(int(size) for size in reversed(stored.shape)))
+        if name.endswith("q_proj.weight"):
+            array = unpermute(array, self._heads)
+        elif name.endswith("k_proj.weight"):
+            array = unpermute(array, self._kv_heads)
+        return array
 
     def _need(self, key: str) -> Any:
         if key not in self.metadata:
@@ -162,7 +159,8 @@ def _write_safetensors(model: GgufModel, path: Path, progress: Progress | None, 
     done = 0
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, array in model.tensors():
+        for name in model.shapes():
+            array = model.tensor(name)
             data = to_bf16_bits(array).tobytes() if dtype == "bf16" else array.tobytes()
             file.write(data)
             done += len(data)

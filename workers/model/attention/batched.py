@@ -1,0 +1,127 @@
+"""Attention with one call per group: single-row sequences of similar context together, longer chunks one by one.
+
+Only attention's inputs are gathered into rectangles; nothing else of the model ever sees padding. A rectangle's unused
+places point at the sequence's own first token and are masked, so that no other tenant's numbers are ever read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from workers.model.attention.base import AttentionShape
+from workers.model.batch import Batch
+from workers.model.kv_cache import KvCache
+
+
+@dataclass(slots=True)
+class _Decodes:
+    """Sequences with one row each: rows [n], slots [n * width], mask [n, 1, 1, width] or None when all are full."""
+
+    rows: Tensor | slice
+    slots: Tensor
+    count: int
+    mask: Tensor | None
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """One sequence with several rows; ``slots`` None: its whole context is in this step."""
+
+    rows: slice
+    slots: Tensor | None
+    mask: Tensor | None
+    """[rows, context]; None = plain lower triangle."""
+
+
+@dataclass(slots=True)
+class _Step:
+    decodes: list[_Decodes]
+    prompts: list[_Prompt]
+
+
+class BatchedAttention:
+    """Gather and scaled_dot_product_attention, for any device and dtype."""
+
+    name = "batched"
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+
+    def prepare(self, batch: Batch) -> _Step:
+        """Group single rows by context length, doubling: a rectangle wastes less than half of its width."""
+        groups: dict[int, list[int]] = {}
+        prompts: list[_Prompt] = []
+        for index, rows in enumerate(batch.query_lens):
+            if rows == 1:
+                groups.setdefault(max(batch.context_lens[index] - 1, 63).bit_length(), []).append(index)
+            else:
+                prompts.append(_prompt(batch, index))
+        return _Step([_decodes(batch, groups[size]) for size in sorted(groups)], prompts)
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, cache: KvCache, step: _Step) -> Tensor:
+        """As ``AttentionBackend.attend``."""
+        shape = self._shape
+        key_rows, value_rows = cache.rows(layer)
+        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for group in step.decodes:
+            # The query heads of one key head become its rows: no key is copied per query head.
+            q = queries[group.rows].reshape(group.count, shape.kv_heads, shape.group, shape.head_dim)
+            k, v = (
+                rows.index_select(0, group.slots).view(group.count, -1, shape.kv_heads, shape.head_dim).transpose(1, 2)
+                for rows in (key_rows, value_rows)
+            )
+            found = scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
+            output[group.rows] = found.reshape(group.count, shape.heads, shape.head_dim)
+        for prompt in step.prompts:
+            if prompt.slots is None:
+                k, v = keys[prompt.rows], values[prompt.rows]
+            else:
+                k, v = (
+                    rows.index_select(0, prompt.slots).view(-1, shape.kv_heads, shape.head_dim)
+                    for rows in (key_rows, value_rows)
+                )
+            q, k, v = (part.transpose(0, 1)[None] for part in (queries[prompt.rows], k, v))
+            found = scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=prompt.mask,
+                is_causal=prompt.mask is None,
+                enable_gqa=shape.group > 1,
+            )
+            output[prompt.rows] = found[0].transpose(0, 1)
+        return output.view(len(queries), -1)
+
+
+def _decodes(batch: Batch, members: list[int]) -> _Decodes:
+    contexts = np.array([batch.context_lens[index] for index in members])
+    width = int(contexts.max())
+    slots = np.empty((len(members), width), dtype=np.int64)
+    for line, index in enumerate(members):
+        own = batch.token_slots(index, int(contexts[line]))
+        slots[line, : len(own)] = own
+        slots[line, len(own) :] = own[0]
+    device = batch.slots.device
+    mask = None
+    if int(contexts.min()) < width:
+        mask = torch.from_numpy(np.arange(width) < contexts[:, None])[:, None, None, :].to(device)
+    rows: Tensor | slice = torch.tensor([batch.starts[index] for index in members], device=device)
+    if batch.starts[members[-1]] - batch.starts[members[0]] == len(members) - 1:
+        rows = slice(batch.starts[members[0]], batch.starts[members[-1]] + 1)
+    return _Decodes(rows, torch.from_numpy(slots.reshape(-1)).to(device), len(members), mask)
+
+
+def _prompt(batch: Batch, index: int) -> _Prompt:
+    start, count, context = batch.starts[index], batch.query_lens[index], batch.context_lens[index]
+    rows = slice(start, start + count)
+    if context == count:
+        return _Prompt(rows, None, None)
+    device = batch.slots.device
+    position = torch.arange(context - count, context, device=device)
+    mask = torch.arange(context, device=device) <= position[:, None]
+    return _Prompt(rows, torch.from_numpy(batch.token_slots(index, context)).to(device), mask)

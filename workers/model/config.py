@@ -1,0 +1,131 @@
+"""``config.json`` of a decoder → ``ModelConfig``. What would change the numbers and is not built is an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.model_store import ModelStoreError
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding. ``kind`` ``default``, ``linear`` (positions ÷ factor) or ``llama3`` (see rope.py)."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What a Llama-family decoder needs to know of itself."""
+
+    architecture: str
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_context: int
+    rms_eps: float
+    rope: RopeConfig
+    tied: bool
+    dtype: str = "float32"
+    """The stored weights' type, as the config names it."""
+    eos_ids: frozenset[int] = frozenset()
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read ``config.json`` and, if there, ``generation_config.json``. Raises ModelStoreError naming file and field."""
+    path = directory / "config.json"
+    generation = directory / "generation_config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        extra = json.loads(generation.read_text(encoding="utf-8")) if generation.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ModelStoreError(f"{directory}: cannot read the model's config: {error}") from error
+    return parse_config(fields, extra, str(path))
+
+
+def parse_config(fields: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Check and translate. ``where`` names the file in errors. Raises ModelStoreError."""
+    architectures = fields.get("architectures") or ["(none named)"]
+    for field, allowed in (
+        ("hidden_act", ("silu", None)),
+        ("attention_bias", (False, None)),
+        ("mlp_bias", (False, None)),
+        ("sliding_window", (None,)),
+        ("quantization_config", (None,)),
+    ):
+        if fields.get(field) not in allowed:
+            raise ModelStoreError(
+                f"{where}: {field}={fields[field]!r} is not supported (supported: {allowed[0]!r}); use another model"
+            )
+    heads = _positive(fields, "num_attention_heads", where)
+    hidden = _positive(fields, "hidden_size", where)
+    kv_heads = _positive(fields, "num_key_value_heads", where, heads)
+    if heads % kv_heads:
+        raise ModelStoreError(
+            f"{where}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    head_dim = _positive(fields, "head_dim", where, hidden // heads)
+    if head_dim % 2:
+        raise ModelStoreError(f"{where}: head_dim={head_dim} is odd; rotary embeddings need an even one")
+    return ModelConfig(
+        architecture=str(architectures[0]),
+        vocab=_positive(fields, "vocab_size", where),
+        hidden=hidden,
+        intermediate=_positive(fields, "intermediate_size", where),
+        layers=_positive(fields, "num_hidden_layers", where),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_context=_positive(fields, "max_position_embeddings", where),
+        rms_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rope=_rope(fields, where),
+        tied=bool(fields.get("tie_word_embeddings", False)),
+        dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
+        eos_ids=_ids(generation.get("eos_token_id")) or _ids(fields.get("eos_token_id")),
+    )
+
+
+def _rope(fields: Mapping[str, Any], where: str) -> RopeConfig:
+    """Old files have ``rope_theta`` and ``rope_scaling``, newer ones ``rope_parameters``."""
+    scaling: dict[str, Any] = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if kind not in ("default", "linear", "llama3"):
+        raise ModelStoreError(f"{where}: rope_type={kind!r} is not supported (supported: default, linear, llama3)")
+    if float(fields.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise ModelStoreError(f"{where}: partial_rotary_factor other than 1.0 is not supported")
+    return RopeConfig(
+        theta=float(scaling.get("rope_theta") or fields.get("rope_theta") or 10000.0),
+        kind=kind,
+        factor=float(scaling.get("factor", 1.0)),
+        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+        original_context=int(scaling.get("original_max_position_embeddings", 8192)),
+    )
+
+
+def _positive(fields: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
+    value = fields.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelStoreError(f"{where}: {name}={value!r} must be a positive whole number")
+    return value
+
+
+def _ids(value: Any) -> frozenset[int]:
+    """One id, a list of ids or nothing."""
+    if value is None:
+        return frozenset()
+    return frozenset(int(item) for item in (value if isinstance(value, list) else [value]))

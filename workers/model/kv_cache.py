@@ -1,0 +1,76 @@
+"""Paged keys and values: one tensor ``[layers, 2, blocks, block_size, kv_heads, head_dim]``.
+
+Rules
+- Which block holds what is the engine's business (block_pool.py); here are only the bytes.
+- A token's slot is ``block * block_size + offset``: seen as ``[blocks * block_size, kv_heads * head_dim]``, every token
+  is one contiguous row, so that a write is a row scatter and a read of any set of tokens a row gather.
+- Never read a slot that the reading sequence has not written: another tenant's numbers would be in it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.config import EngineConfig, kv_bytes_per_token
+from workers.model.config import ModelConfig
+
+
+class KvCacheSizeError(ValueError):
+    """The configured cache is too small or does not fit the device."""
+
+
+def block_count(engine: EngineConfig, bytes_per_token: int) -> int:
+    """Whole blocks that ``engine.kv_cache`` holds, or ``engine.blocks`` when given. Raises KvCacheSizeError below 2."""
+    if engine.blocks is not None:
+        return engine.blocks
+    per_block = bytes_per_token * engine.block_size
+    blocks = engine.kv_cache // per_block
+    if blocks < 2:
+        raise KvCacheSizeError(
+            f"engine.kv_cache={engine.kv_cache} bytes holds {blocks} blocks of {per_block} bytes; "
+            f"at least 2 are needed, so give it {2 * per_block} bytes or more"
+        )
+    return blocks
+
+
+class KvCache:
+    """The worker's keys and values, zero at first."""
+
+    def __init__(
+        self, model: ModelConfig, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate. Raises KvCacheSizeError when the device has not the memory."""
+        shape = (model.layers, 2, blocks, block_size, model.kv_heads, model.head_dim)
+        self.blocks, self.block_size = blocks, block_size
+        self.bytes_per_token = kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, dtype.itemsize)
+        try:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            raise KvCacheSizeError(
+                f"{blocks} blocks of keys and values ({blocks * block_size * self.bytes_per_token} bytes) do not fit "
+                f"on {device}; lower engine.kv_cache or engine.blocks"
+            ) from error
+        rows = self.data.view(model.layers, 2, blocks * block_size, model.kv_heads * model.head_dim)
+        self._rows = [(rows[layer, 0], rows[layer, 1]) for layer in range(model.layers)]
+
+    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(keys, values) of a layer, each a view [blocks * block_size, kv_heads * head_dim] indexed by slot."""
+        return self._rows[layer]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store keys and values [tokens, kv_heads, head_dim] at ``slots`` [tokens]."""
+        key_rows, value_rows = self._rows[layer]
+        key_rows.index_copy_(0, slots, keys.reshape(len(slots), -1))
+        value_rows.index_copy_(0, slots, values.reshape(len(slots), -1))
+
+    def zero(self, blocks: list[int]) -> None:
+        """Overwrite blocks with zeros in every layer."""
+        if blocks:
+            self.data[:, :, torch.tensor(blocks, device=self.data.device)] = 0
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks (source, destination) in every layer; all sources are read before any destination is written."""
+        if pairs:
+            sources, targets = torch.tensor(pairs, device=self.data.device).unbind(1)
+            self.data[:, :, targets] = self.data[:, :, sources]

@@ -1,0 +1,161 @@
+"""From a model source and an ``engine:`` block to a runner that is ready."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from workers.config import EngineConfig
+from workers.model.attention import AttentionShape, backend
+from workers.model.config import ModelConfig, parse_config, read_config
+from workers.model.kv_cache import KvCache, KvCacheSizeError, block_count
+from workers.model.registry import BUILTIN, architecture
+from workers.model.runner import TorchRunner
+from workers.model.weights import GgufSource, SafetensorsSource, Weights
+from workers.model_store import ModelFiles, ModelStoreError, Progress, cache_dir, file_sha256, resolve
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MEAN_REQUEST_TOKENS = 512
+"""Prompt + output of a typical chat request; only used to say how many of them the cache holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A runner and what the worker tells the gateway about it."""
+
+    runner: TorchRunner
+    config: ModelConfig
+    eos_ids: frozenset[int]
+    max_context: int
+    blocks: int
+    block_size: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    revision: str
+    tokenizer_sha256: str
+    device: str
+    dtype: str
+    attention: str
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose keys and values the cache holds."""
+        return self.blocks * self.block_size
+
+    @property
+    def table(self) -> str:
+        """The start-up figures as text, one per line."""
+        lines = {
+            "architecture": f"{self.config.architecture}, {self.config.layers} layers, context {self.max_context}",
+            "runs on": f"{self.device}, {self.dtype}, attention {self.attention}",
+            "weights": f"{self.weight_bytes:,} bytes",
+            "KV per token": f"{self.kv_bytes_per_token:,} bytes",
+            "KV cache": f"{self.cache_tokens * self.kv_bytes_per_token:,} bytes in {self.blocks:,} blocks of "
+            f"{self.block_size}",
+            "cache holds": f"{self.cache_tokens:,} tokens, about {self.cache_tokens // MEAN_REQUEST_TOKENS:,} requests "
+            f"of {MEAN_REQUEST_TOKENS}",
+        }
+        return "\n".join(f"{name:<13}{text}" for name, text in lines.items())
+
+
+def load(
+    source: str | Path | ModelFiles,
+    engine: EngineConfig,
+    *,
+    base_dir: str | Path = ".",
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    architectures: Mapping[str, str] = BUILTIN,
+    straight: bool = False,
+) -> LoadedModel:
+    """Load a model and make its runner. Takes seconds and memory for weights and KV cache.
+
+    ``source`` as in ``model_store.resolve``, or its result. With ``straight`` a ``.gguf`` file is read as it lies,
+    nothing is unpacked (slower, for a machine whose disk must not be written); the numbers are the same.
+    Sets torch's thread count for the whole process. Raises ModelStoreError, KvCacheSizeError, or ValueError.
+    """
+    device = pick_device(engine.device)
+    dtype = pick_dtype(engine, device)
+    if engine.threads is not None:
+        torch.set_num_threads(engine.threads)
+    opened: SafetensorsSource | GgufSource
+    if straight:
+        if isinstance(source, ModelFiles) or not str(source).endswith(".gguf"):
+            raise ModelStoreError(f"model source {source!r} cannot be read straight: that is for .gguf files")
+        files, config, opened = _open_gguf(Path(base_dir) / source, cache)
+    else:
+        files = (
+            source
+            if isinstance(source, ModelFiles)
+            else resolve(source, base_dir=base_dir, cache=cache, progress=progress)
+        )
+        config = read_config(files.dir)
+        opened = SafetensorsSource(files.dir)
+    max_context = min(engine.max_context or config.max_context, config.max_context)
+    if engine.max_context and engine.max_context > config.max_context:
+        raise ValueError(f"engine.max_context={engine.max_context} exceeds the model's own limit {config.max_context}")
+    with opened, torch.inference_mode():
+        weights = Weights(opened, dtype, device)
+        decoder = architecture(config.architecture, architectures)(config, weights, max_context)
+        weights.close(frozenset({"lm_head.weight"} if config.tied else ()))
+        shape = AttentionShape(config.heads, config.kv_heads, config.head_dim)
+        attention = backend(engine.attention, shape)
+        per_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+        cache_tensor = KvCache(config, block_count(engine, per_token), engine.block_size, dtype, device)
+    return LoadedModel(
+        runner=TorchRunner(decoder, cache_tensor, attention, device, engine.kv_cache_reuse),
+        config=config,
+        eos_ids=config.eos_ids,
+        max_context=max_context,
+        blocks=cache_tensor.blocks,
+        block_size=engine.block_size,
+        weight_bytes=decoder.weight_bytes(),
+        kv_bytes_per_token=cache_tensor.bytes_per_token,
+        revision=files.revision,
+        tokenizer_sha256=files.tokenizer_sha256,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        attention=attention.name,
+    )
+
+
+def pick_device(wanted: str) -> torch.device:
+    """``auto``: CUDA if there is one. Raises ValueError when a named device is not there."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"engine.device={wanted} is not there: {torch.cuda.device_count()} CUDA devices found")
+    return device
+
+
+def pick_dtype(engine: EngineConfig, device: torch.device) -> torch.dtype:
+    """``auto``: fp32 for the reference backend; else bfloat16 where the hardware computes in it, else fp32."""
+    if engine.dtype != "auto":
+        return DTYPES[engine.dtype]
+    if engine.attention == "reference":
+        return torch.float32
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    able = torch.cpu.get_capabilities()
+    return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") else torch.float32
+
+
+def _open_gguf(path: Path, cache: Path | None) -> tuple[ModelFiles, ModelConfig, GgufSource]:
+    from workers.model.gguf_tokenizer import generation_config_of, tokenizer_json_of
+    from workers.model.gguf_unpack import GgufModel
+
+    model = GgufModel(path)
+    generation = json.loads(generation_config_of(model.metadata))
+    config = parse_config(model.config(), generation, str(path))
+    tokenizer = hashlib.sha256(tokenizer_json_of(model.metadata).encode()).hexdigest()
+    files = ModelFiles(path.parent, f"sha256:{file_sha256(path, cache or cache_dir())}", tokenizer)
+    return files, config, GgufSource(model)
+
+
+__all__ = ["KvCacheSizeError", "LoadedModel", "load", "pick_device", "pick_dtype"]

@@ -1,0 +1,33 @@
+"""Architecture name → ``module:attribute``, so that listing models imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from workers.model_store import ModelStoreError
+
+BUILTIN: Mapping[str, str] = {
+    "LlamaForCausalLM": "workers.model.llama:LlamaDecoder",
+    "MistralForCausalLM": "workers.model.llama:LlamaDecoder",
+}
+"""Mistral is the same decoder as long as ``sliding_window`` is null, which config.py checks."""
+
+
+def architecture(name: str, table: Mapping[str, str] = BUILTIN) -> Any:
+    """The class that builds ``name``. Raises ModelStoreError naming what is registered."""
+    target = table.get(name)
+    if target is None:
+        known = ", ".join(sorted(table))
+        raise ModelStoreError(
+            f"config.json: architectures[0]={name!r} is not supported (supported: {known}); "
+            "a plugin can add it with the hook forebay_models"
+        )
+    module, colon, attribute = target.partition(":")
+    if not colon:
+        raise ModelStoreError(f"architecture {name!r} is registered as {target!r}, which is not module:attribute")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ModelStoreError(f"architecture {name!r} is registered as {target!r}, which fails: {error}") from error

@@ -1,0 +1,159 @@
+"""Logits → tokens, for all samplers of a step at once.
+
+Order per row: penalties, logit bias, min_tokens → (greedy: argmax) → temperature → top_k → top_p over what top_k left
+→ min_p → draw. Log probabilities are those of the model's own distribution, before any of it.
+
+Rules
+- A row's token depends on its logits, its parameters, its seed and its position only: never on the other rows.
+- top_k and top_p cut at a logit, and whatever equals the cut stays: equal logits are never split by an arbitrary order.
+- No input crashes a step: NaN counts as -inf, +inf as the largest number, unknown token ids in a bias are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from workers.engine.plan import Sampled
+from workers.engine.sequence import Sequence
+from workers.model.philox import uniforms
+from workers.protocol import TokenLogprob
+
+_TOP_P_WIDTH = 1024
+"""Candidates sorted at first for top_p; most distributions hold their mass there, a full sort costs milliseconds."""
+
+
+def sample(logits: Tensor, samplers: list[Sequence]) -> list[Sampled]:
+    """One token for every sampler. ``logits`` fp32 [samplers, vocab] is overwritten."""
+    if not samplers:
+        return []
+    highest = logits.amax(dim=-1)
+    if not bool(highest.isfinite().all()):
+        logits = logits.nan_to_num_(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
+    reporting = [row for row, one in enumerate(samplers) if one.params.logprobs is not None]
+    raw = logits[reporting].log_softmax(dim=-1) if reporting else None
+    _adjust(logits, samplers)
+    tokens = logits.argmax(dim=-1)
+    random = [row for row, one in enumerate(samplers) if one.params.temperature > 0]
+    if random:
+        drawn = _draw(logits[random], [samplers[row] for row in random])
+        # A row without any possible token keeps argmax's answer instead of the draw's.
+        possible = logits[random].amax(dim=-1) > -math.inf
+        tokens[random] = torch.where(possible, drawn, tokens[random])
+    chosen = tokens.tolist()
+    results = [Sampled([token]) for token in chosen]
+    if raw is not None:
+        for row, report in zip(reporting, _logprobs(raw, tokens[reporting], samplers, reporting), strict=True):
+            results[row].logprobs.append(report)
+    return results
+
+
+def _adjust(logits: Tensor, samplers: list[Sequence]) -> None:
+    """Penalties, bias and the ban on early ends, in place; rows without any are not touched."""
+    vocab = logits.shape[1]
+    _subtract_penalties(logits, samplers)
+    rows: list[int] = []
+    columns: list[int] = []
+    amounts: list[float] = []
+    for row, one in enumerate(samplers):
+        for token, amount in one.params.logit_bias.items():
+            if 0 <= token < vocab:
+                rows.append(row)
+                columns.append(token)
+                amounts.append(amount)
+        if one.output_len < one.params.min_tokens:
+            banned = {*one.params.stop_token_ids, *(() if one.params.ignore_eos else one.eos)}
+            for token in sorted(banned):
+                if 0 <= token < vocab:
+                    rows.append(row)
+                    columns.append(token)
+                    amounts.append(-math.inf)
+    if rows:
+        place = torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)
+        logits.index_put_(place, torch.tensor(amounts, dtype=logits.dtype, device=logits.device), accumulate=True)
+
+
+def _subtract_penalties(logits: Tensor, samplers: list[Sequence]) -> None:
+    """logit -= frequency_penalty * count + presence_penalty, for every token already in the output (OpenAI API)."""
+    vocab = logits.shape[1]
+    rows = [row for row, one in enumerate(samplers) if one.params.presence_penalty or one.params.frequency_penalty]
+    pairs = [row * vocab + token for row in rows for token in samplers[row].output]
+    if not pairs:
+        return
+    device = logits.device
+    place, counts = torch.unique(torch.tensor(pairs, device=device), return_counts=True)
+    lines = place // vocab
+    presence, frequency = (
+        torch.tensor([getattr(one.params, name) for one in samplers], dtype=logits.dtype, device=device)[lines]
+        for name in ("presence_penalty", "frequency_penalty")
+    )
+    logits.view(-1)[place] -= frequency * counts + presence
+
+
+def _draw(logits: Tensor, samplers: list[Sequence]) -> Tensor:
+    """Draw by inverting the cumulative distribution at one uniform number per row, in double precision."""
+    device = logits.device
+    params = [one.params for one in samplers]
+    temperature = torch.tensor([one.temperature for one in params], dtype=torch.float64, device=device)
+    # The maximum goes first, so that a tiny temperature cannot make inf - inf.
+    scaled = ((logits - logits.amax(dim=-1, keepdim=True)).double() / temperature[:, None]).float()
+    scaled.masked_fill_(scaled < _cut(scaled, samplers)[:, None], -math.inf)
+    cumulative = scaled.exp().double().cumsum(dim=-1)
+    total = cumulative[:, -1]
+    number = torch.from_numpy(uniforms((one.seed for one in samplers), (len(one.tokens) for one in samplers)))
+    target = torch.minimum(number.to(device) * total, torch.nextafter(total, torch.zeros_like(total)))
+    found = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return found.clamp_(max=logits.shape[1] - 1)
+
+
+def _cut(scaled: Tensor, samplers: list[Sequence]) -> Tensor:
+    """fp32 [rows]: the smallest scaled logit that top_k, top_p and min_p all keep. Each row's maximum is 0."""
+    cut = torch.full((len(samplers),), -math.inf, device=scaled.device)
+    vocab = scaled.shape[1]
+
+    def rows_where(wanted: Callable[[Sequence], bool]) -> list[int]:
+        return [row for row, one in enumerate(samplers) if wanted(one)]
+
+    if rows := rows_where(lambda one: 0 < one.params.top_k < vocab):
+        counts = torch.tensor([samplers[row].params.top_k for row in rows], device=scaled.device)
+        best = scaled[rows].topk(int(counts.max()), dim=-1).values
+        cut[rows] = best.gather(1, counts[:, None] - 1)[:, 0]
+    if rows := rows_where(lambda one: one.params.top_p < 1):
+        wanted = torch.tensor([samplers[row].params.top_p for row in rows], dtype=torch.float64, device=scaled.device)
+        cut[rows] = _top_p_cut(scaled[rows].masked_fill(scaled[rows] < cut[rows][:, None], -math.inf), wanted)
+    if rows := rows_where(lambda one: one.params.min_p > 0):
+        floors = [math.log(min(samplers[row].params.min_p, 1.0)) for row in rows]
+        cut[rows] = torch.maximum(cut[rows], torch.tensor(floors, device=scaled.device))
+    return cut
+
+
+def _top_p_cut(scaled: Tensor, wanted: Tensor) -> Tensor:
+    """Smallest logit of the smallest set of most probable tokens that holds mass ``wanted`` (arXiv:1904.09751)."""
+    vocab, width = scaled.shape[1], _TOP_P_WIDTH
+    total = scaled.exp().sum(dim=-1, dtype=torch.float64)
+    cut = torch.full((len(scaled),), -math.inf, device=scaled.device)
+    pending = torch.arange(len(scaled), device=scaled.device)
+    while len(pending):
+        width = min(width, vocab)
+        best = scaled[pending].topk(width, dim=-1).values
+        before = best.exp().double().cumsum(dim=-1) - best.exp().double()
+        kept = (before < (wanted[pending] * total[pending])[:, None]).sum(dim=-1).clamp_(min=1)
+        done = torch.logical_or(kept < width, torch.full_like(kept, width == vocab, dtype=torch.bool))
+        cut[pending[done]] = best.gather(1, kept[:, None] - 1)[:, 0][done]
+        pending, width = pending[~done], width * 8
+    return cut
+
+
+def _logprobs(raw: Tensor, tokens: Tensor, samplers: list[Sequence], rows: list[int]) -> list[TokenLogprob]:
+    """Chosen token and best alternatives of every reporting row. ``raw`` [len(rows), vocab] are log probabilities."""
+    wanted = [min(samplers[row].params.logprobs or 0, raw.shape[1]) for row in rows]
+    best = raw.topk(max(wanted), dim=-1)
+    chosen = raw.gather(1, tokens[:, None])[:, 0].tolist()
+    ids, values = best.indices.tolist(), best.values.tolist()
+    return [
+        TokenLogprob(token, chosen[line], list(zip(ids[line][:count], values[line][:count], strict=True)))
+        for line, (token, count) in enumerate(zip(tokens.tolist(), wanted, strict=True))
+    ]

@@ -1,0 +1,117 @@
+"""Weights by their Hugging Face names, from safetensors (memory-mapped) or straight from GGUF. Never from pickle."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from workers.model_store import ModelStoreError
+
+_IGNORED = (".rotary_emb.inv_freq",)
+"""Old checkpoints store the RoPE frequencies; they follow from the config."""
+
+
+class Source(Protocol):
+    """Named tensors as stored."""
+
+    def names(self) -> set[str]:
+        """All tensor names."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One tensor on the CPU, in its stored type."""
+        ...
+
+
+class SafetensorsSource:
+    """All ``*.safetensors`` of a directory, or those its index names. A context: leaving it closes the files."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ModelStoreError when there are none or one is damaged."""
+        self._stack = ExitStack()
+        self._where: dict[str, Any] = {}
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        else:
+            names = sorted(path.name for path in directory.glob("*.safetensors"))
+        if not names:
+            raise ModelStoreError(f"{directory} has no *.safetensors")
+        for name in names:
+            try:
+                file = self._stack.enter_context(safe_open(directory / Path(name).name, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelStoreError(f"{directory / name} is not a readable safetensors file: {error}") from error
+            self._where.update(dict.fromkeys(file.keys(), file))
+
+    def names(self) -> set[str]:
+        """All tensor names."""
+        return set(self._where)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, backed by the mapped file."""
+        tensor: Tensor = self._where[name].get_tensor(name)
+        return tensor
+
+    def __enter__(self) -> SafetensorsSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+class GgufSource:
+    """A GGUF file, dequantised tensor by tensor. Rounded to bfloat16 as unpacking does, so that both ways are equal."""
+
+    def __init__(self, model: Any) -> None:
+        """``model`` is a ``gguf_unpack.GgufModel``."""
+        self._model = model
+
+    def names(self) -> set[str]:
+        """All tensor names."""
+        return set(self._model.shapes())
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        return torch.from_numpy(self._model.tensor(name)).to(torch.bfloat16)
+
+    def __enter__(self) -> GgufSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class Weights:
+    """Hands tensors out once each, checked and converted; afterwards tells what nobody asked for."""
+
+    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device) -> None:
+        self._source, self._dtype, self._device = source, dtype, device
+        self._left = {name for name in source.names() if not name.endswith(_IGNORED)}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor ``name`` as a fresh contiguous copy. Raises ModelStoreError when missing or shaped otherwise."""
+        if name not in self._left:
+            raise ModelStoreError(
+                f"the weights lack {name!r} (or it was asked for twice); is config.json of this model?"
+            )
+        self._left.discard(name)
+        stored = self._source.read(name)
+        if tuple(stored.shape) != shape:
+            raise ModelStoreError(f"weight {name!r} has shape {list(stored.shape)}, config.json says {list(shape)}")
+        if not stored.is_floating_point():
+            raise ModelStoreError(f"weight {name!r} has type {stored.dtype}; quantised safetensors are not supported")
+        # A copy even when nothing changes: mapped bytes may be unaligned, and would change with the file.
+        return torch.empty(shape, dtype=self._dtype, device=self._device).copy_(stored)
+
+    def close(self, allowed: frozenset[str] = frozenset()) -> None:
+        """Raises ModelStoreError when weights were left that the architecture has no place for."""
+        left = sorted(self._left - allowed)
+        if left:
+            raise ModelStoreError(f"{len(left)} weights have no place in this architecture, among them {left[0]!r}")
