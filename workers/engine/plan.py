@@ -33,7 +33,8 @@ class StepPlan:
     step: int
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """Blocks to copy (source, destination) before the forward pass: copy on write of a shared partial tail."""
+    """Blocks to copy (source, destination) before the forward pass: copy on write of a shared partial tail. No
+    destination is a later copy's source; a source may be a later copy's destination (read all, then write all)."""
     zero: list[int] = field(default_factory=list)
     """Blocks to zero before the copies and the forward pass (purged). A plan without chunks has only these."""
     started_ns: int = 0

@@ -148,9 +148,10 @@ class SequenceRecord:
         if not self.scheduled_ns:
             self.scheduled_ns = now
             self.free_blocks = free_blocks
+        again = bool(self.phases)
         phase = self._begin("prefill", now)
         phase.cached += cached
-        phase.recompute = self.preemptions > 0
+        phase.recompute = again
 
     def chunk(self, step: int, start_ns: int, end_ns: int, tokens: int) -> None:
         """A prefill chunk was computed."""
@@ -164,12 +165,14 @@ class SequenceRecord:
             last.end_ns = end_ns
             last.tokens += tokens
 
-    def decoding(self, now: int) -> None:
-        """The prompt is computed: from here on it decodes."""
-        self._begin("decode", now)
+    def produced(self, now: int, tokens: int) -> None:
+        """A step gave it ``tokens`` tokens."""
+        phases = self.phases
+        phase = phases[-1] if phases and phases[-1].kind == "decode" else self._begin("decode", now)
+        phase.tokens += tokens
+        self._gap(now)
 
-    def token(self, now: int) -> None:
-        """A step gave it a token (or several at once)."""
+    def _gap(self, now: int) -> None:
         last = self.last_token_ns
         self.last_token_ns = now
         if not last:
@@ -177,9 +180,9 @@ class SequenceRecord:
             return
         gap = now - last
         gaps = self.gaps
-        if gap > STALL_FLOOR_NS and gaps.count and gap * gaps.count > STALL_FACTOR * gaps.total:
-            if len(self.stalls) < MAX_STALLS:
-                self.stalls.append((now, gap))
+        stalled = gap > STALL_FLOOR_NS and gaps.count and gap * gaps.count > STALL_FACTOR * gaps.total
+        if stalled and len(self.stalls) < MAX_STALLS:
+            self.stalls.append((now, gap))
         gaps.add(gap)
 
     def preempted(self, now: int, reason: str, blocks_freed: int) -> None:

@@ -1,0 +1,133 @@
+"""Books the result of a step: computed tokens, forks, output, published blocks, ends.
+
+Rules
+- The result is checked against the plan before anything changes.
+- A token is counted once: what lies below ``high_water`` is recompute and nobody's bill.
+- A choice forks before its lead takes its own token: the lead may end with it and give the blocks back.
+- A block is published after the forward pass that filled it, so nobody can hit what was not computed.
+"""
+
+from __future__ import annotations
+
+from workers.engine.outputs import ends, last_output, output
+from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
+from workers.engine.roster import Roster
+from workers.engine.sequence import Sequence
+from workers.protocol import SequenceOutput
+
+MAX_DRY_STEPS = 8
+"""So many steps without a token in a row, and a sequence ends with an error: it must not hang."""
+
+
+class Commit:
+    """``keep``: computed tokens stay computed (False: the comparison mode without a KV cache)."""
+
+    def __init__(self, roster: Roster, block_size: int, *, keep: bool) -> None:
+        self._roster = roster
+        self._size = block_size
+        self._keep = keep
+        self._dry: dict[Sequence, int] = {}
+
+    def apply(self, plan: StepPlan, result: StepResult, now: int) -> list[SequenceOutput]:
+        """What is new about each sequence of the plan. Raises ValueError when the result does not fit the plan."""
+        sampled = result.sampled
+        expected = sum(len(chunk.samplers) for chunk in plan.chunks)
+        if len(sampled) != expected:
+            raise ValueError(f"sampled: the runner returned {len(sampled)} results for {expected} samplers")
+        outputs: list[SequenceOutput] = []
+        size = self._size
+        cursor = 0
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            end = chunk.start + chunk.count
+            sequence.computed = end
+            if chunk.count == 1 and end > sequence.high_water and end > sequence.prompt_len:
+                sequence.high_water = end
+            else:
+                self._count(plan, chunk, now)
+            if end // size > sequence.published and sequence.chain is not None:
+                self._publish(sequence, end // size)
+            samplers = chunk.samplers
+            if not samplers:
+                if not sequence.index:
+                    outputs.append(output(sequence, [], []))
+                continue
+            if sequence.siblings:
+                for child in samplers[1:]:
+                    self._roster.fork(sequence, child)
+                self._roster.dismount(sequence)
+            for sampler in samplers:
+                outputs.append(self._take(sampler, sampled[cursor], now))
+                cursor += 1
+        return outputs
+
+    def _count(self, plan: StepPlan, chunk: Chunk, now: int) -> None:
+        """Account a chunk of the prompt, or one that is computed again."""
+        sequence = chunk.sequence
+        end, high, prompt = sequence.computed, sequence.high_water, sequence.prompt_len
+        again = min(end, high) - chunk.start
+        if again > 0:
+            self._roster.recomputed += again
+        if end > high:
+            first = min(end, prompt) - min(high, prompt)
+            sequence.prompt_computed += first
+            sequence.high_water = end
+            if first:
+                self._roster.service.add(sequence.tenant_key, first)
+        record = sequence.record
+        if record is not None:
+            if again > 0:
+                record.recomputed += again
+            if self._keep or not sequence.output_len:
+                record.chunk(plan.step, plan.started_ns, now, chunk.count)
+
+    def _publish(self, sequence: Sequence, full: int) -> None:
+        """Register the blocks that are full now. A key that exists already keeps its block."""
+        chain = sequence.chain
+        assert chain is not None
+        keys, blocks = sequence.keys, sequence.blocks
+        chain.extend(keys, sequence.tokens, full)
+        publish = self._roster.pool.publish
+        for index in range(sequence.published, full):
+            publish(blocks[index], keys[index], public=chain.is_public(index))
+        sequence.published = full
+
+    def _take(self, sequence: Sequence, sampled: Sampled, now: int) -> SequenceOutput:
+        """Append what was sampled, up to the token that ends the sequence."""
+        tokens = sampled.tokens
+        if not tokens:
+            return self._none(sequence, now)
+        if self._dry:
+            self._dry.pop(sequence, None)
+        known = sequence.tokens
+        produced = len(known) - sequence.prompt_len
+        finish = None
+        for index, token in enumerate(tokens, 1):
+            known.append(token)
+            finish = ends(sequence, token, produced + index)
+            if finish is not None:
+                tokens = tokens[:index]
+                break
+        logprobs = sampled.logprobs[: len(tokens)] if sampled.logprobs else []
+        roster = self._roster
+        roster.service.add(sequence.tenant_key, len(tokens))
+        if not produced:
+            sequence.first_token_ns = now
+        record = sequence.record
+        if record is not None:
+            record.produced(now, len(tokens))
+        if finish is None:
+            return output(sequence, tokens, logprobs)
+        roster.end(sequence, finish, now)
+        return last_output(sequence, tokens, logprobs)
+
+    def _none(self, sequence: Sequence, now: int) -> SequenceOutput:
+        """No token came: its last known token is computed once more in the next step, a bounded number of times."""
+        sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
+        dry = self._dry.get(sequence, 0) + 1
+        if dry < MAX_DRY_STEPS:
+            self._dry[sequence] = dry
+            return output(sequence, [], [])
+        self._dry.pop(sequence, None)
+        self._roster.end(sequence, "error", now, "internal")
+        return last_output(sequence, [], [])

@@ -1,0 +1,288 @@
+"""The engine: a thread that steps the planner and the runner, and a mailbox in front of it.
+
+Rules
+- The engine thread owns planner, pool, sequences and runner. Others only ``submit`` messages.
+- Nothing to do: the thread sleeps in its mailbox, and reports its figures once a second.
+- One ``on_outputs`` per step. Callbacks run on the engine thread; they must be quick and must not raise.
+- A runner that raises costs the requests it concerns, never the worker: out of memory the youngest request of the
+  step, ``SequenceFault`` those it names, anything else all of the step. They are not tried again, so no request can
+  poison the worker twice. ``MAX_FAILURES`` steps failed in a row: the device is lost, ``on_fatal`` is called, the loop
+  ends.
+- Every sequence gets its last output exactly once, also when the engine stops.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+
+from workers.config import EngineConfig
+from workers.engine.outputs import last_output
+from workers.engine.plan import Runner, SequenceFault, StepPlan, StepResult
+from workers.engine.planner import Planner
+from workers.engine.purge import PurgeTicket
+from workers.engine.record import SequenceRecord, StepRecord
+from workers.protocol import Cancel, Drain, Generate, Purge, Purged, SequenceOutput, StepOutputs
+
+IDLE_REPORT_S = 1.0
+MAX_FAILURES = 3
+_MEMORY_MARKS = ("out of memory", "can't allocate memory", "not enough memory")
+
+Message = Generate | Cancel | Purge | Drain
+_log = logging.getLogger(__name__)
+
+
+class RunnerLostError(RuntimeError):
+    """The runner failed too many steps in a row; the last failure is its cause."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a runner's exception says that memory ran out, on whatever device."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(mark in str(error).lower() for mark in _MEMORY_MARKS)
+
+
+class Engine:
+    """One model on one device.
+
+    ``on_outputs(StepOutputs)``: news of a step, or of none (idle report: ``step`` 0). ``on_purged(Purged)``: once when
+    a purge's cached blocks are zeroed, and again with ``pending`` 0 and the full count when the last one in use was.
+    ``on_step(StepRecord)`` and ``on_record(SequenceRecord)``: figures for telemetry. ``on_drained()``: after ``Drain``,
+    when the last request has ended. ``on_fatal(error)``: the loop has ended; without it the error ends the thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        *,
+        blocks: int,
+        max_context: int,
+        revision: str,
+        eos_ids: Iterable[int],
+        on_outputs: Callable[[StepOutputs], None],
+        clock_ns: Callable[[], int] = time.time_ns,
+        vocab_size: int | None = None,
+        on_purged: Callable[[Purged], None] | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+        on_record: Callable[[SequenceRecord], None] | None = None,
+        on_drained: Callable[[], None] | None = None,
+        on_fatal: Callable[[BaseException], None] | None = None,
+        max_failures: int = MAX_FAILURES,
+    ) -> None:
+        self.planner = Planner(
+            config,
+            blocks=blocks,
+            max_context=max_context,
+            revision=revision,
+            eos_ids=eos_ids,
+            vocab_size=vocab_size,
+            records=on_record is not None,
+        )
+        self._runner = runner
+        self._clock = clock_ns
+        self._on_outputs = on_outputs
+        self._on_purged = on_purged
+        self._on_step = on_step
+        self._on_record = on_record
+        self._on_drained = on_drained
+        self._on_fatal = on_fatal
+        self._max_failures = max_failures
+        self._mail: SimpleQueue[Message | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._news: list[SequenceOutput] = []
+        self._purges: list[tuple[str, PurgeTicket]] = []
+        self._failures = 0
+        self._step_ms = 0.0
+        self._draining = False
+        self._drained = False
+        self._stopping = False
+
+    def submit(self, message: Message) -> None:
+        """Hand a message to the engine thread; from any thread, never blocks."""
+        self._mail.put(message)
+
+    def start(self) -> None:
+        """Start the engine thread. Raises RuntimeError when it runs already."""
+        if self._thread is not None:
+            raise RuntimeError("the engine thread runs already")
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float = 30.0) -> None:
+        """End the loop after the step under way; what is unfinished ends with ``error="draining"``.
+
+        Raises TimeoutError when a step does not return within ``timeout`` seconds.
+        """
+        self._mail.put(None)
+        thread = self._thread
+        if thread is None:
+            self._read_mail()
+            self._close()
+            return
+        if thread is threading.current_thread():
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            raise TimeoutError(f"the engine's step did not return within {timeout:g} s")
+        self._thread = None
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.step() and not self._stopping:
+                    self._sleep()
+            self._close()
+        except BaseException as error:
+            if self._on_fatal is None:
+                raise
+            _log.exception("the engine loop ended")
+            self._on_fatal(error)
+
+    def _sleep(self) -> None:
+        try:
+            self._handle(self._mail.get(timeout=IDLE_REPORT_S))
+        except Empty:
+            self._on_outputs(StepOutputs(0, [], self.planner.stats()))
+
+    def step(self) -> bool:
+        """Read the mailbox, run one step, report it. False when there was nothing to compute.
+
+        The thread calls it; tests and the simulator may, instead of ``start``. Raises RunnerLostError.
+        """
+        self._read_mail()
+        planner = self.planner
+        started = self._clock()
+        plan = planner.plan(started)
+        if plan is None:
+            self._report(planner.step + 1)
+            return False
+        before = self._clock()
+        try:
+            if plan.chunks:
+                result = self._runner.run(plan)
+            else:
+                self._runner.zero_blocks(plan.zero)
+                result = StepResult([])
+            after = self._clock()
+            outputs = planner.commit(plan, result, after)
+        except Exception as error:
+            outputs = self._failed(plan, error)
+            after = self._clock()
+        else:
+            self._failures = 0
+        self._news.extend(outputs)
+        self._step_ms = (after - started) / 1e6
+        self._report(plan.step)
+        if self._on_step is not None and plan.chunks:
+            self._on_step(self._step_record(plan, started, after - before))
+        return True
+
+    def _step_record(self, plan: StepPlan, started: int, run_ns: int) -> StepRecord:
+        decodes = sum(chunk.is_decode for chunk in plan.chunks)
+        pool = self.planner.pool
+        return StepRecord(
+            step=plan.step,
+            start_ns=started,
+            end_ns=self._clock(),
+            run_ns=run_ns,
+            batch=len(plan.chunks),
+            prefill_tokens=plan.tokens - decodes,
+            decode_tokens=decodes,
+            kv_used=pool.used / pool.total,
+            ids=[chunk.sequence.id for chunk in plan.chunks],
+        )
+
+    def _failed(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
+        """Fail whom it concerns. Raises RunnerLostError when the runner keeps failing."""
+        self._failures += 1
+        if is_out_of_memory(error):
+            youngest = max(plan.chunks, key=lambda chunk: chunk.sequence.arrival, default=None)
+            ids, code = ([youngest.sequence.id] if youngest else []), "overloaded"
+        elif isinstance(error, SequenceFault):
+            ids, code = [sequence.id for sequence in error.sequences], "internal"
+        else:
+            ids, code = [chunk.sequence.id for chunk in plan.chunks], "internal"
+        _log.error("step %d failed (%s); requests failed: %d", plan.step, type(error).__name__, len(set(ids)))
+        if self._failures >= self._max_failures:
+            raise RunnerLostError(f"{self._failures} steps failed in a row") from error
+        outputs = self.planner.fail(plan, ids, code, self._clock())
+        if plan.zero:
+            # Nothing of the failed plan was booked, so whoever took these blocks has not written to them for good.
+            self._runner.zero_blocks(plan.zero)
+        return outputs
+
+    def _report(self, step: int) -> None:
+        """Send what is new. News without a plan get a step number of their own."""
+        planner = self.planner
+        if self._on_record is not None:
+            for record in planner.take_records():
+                self._on_record(record)
+        if self._news or step == planner.step:
+            planner.step = step
+            news, self._news = self._news, []
+            self._on_outputs(StepOutputs(step, news, planner.stats(self._step_ms)))
+        if self._purges and not planner.pool.dirty:
+            self._complete_purges()
+        if self._draining and not self._drained and not len(planner):
+            self._drained = True
+            if self._on_drained is not None:
+                self._on_drained()
+
+    def _read_mail(self) -> None:
+        mail = self._mail
+        while not mail.empty():
+            self._handle(mail.get())
+
+    def _handle(self, message: Message | None) -> None:
+        if isinstance(message, Generate):
+            self._generate(message)
+        elif isinstance(message, Cancel):
+            self._news.extend(self.planner.cancel(message.id, self._clock()))
+        elif isinstance(message, Purge):
+            self._purge(message)
+        elif isinstance(message, Drain):
+            self._draining = True
+        else:
+            self._stopping = True
+
+    def _generate(self, message: Generate) -> None:
+        if message.id in self.planner:
+            _log.error("a request with an id that is running already was dropped")
+            return
+        now = self._clock()
+        for sequence in self.planner.add(message, now):
+            if sequence.finish is not None:
+                self._news.append(last_output(sequence, [], []))
+        if self._draining:
+            self._news.extend(self.planner.refuse(message.id, "draining", now))
+
+    def _purge(self, message: Purge) -> None:
+        ticket = self.planner.purge(message.scopes)
+        dirty = self.planner.take_dirty()
+        if dirty:
+            self._runner.zero_blocks(dirty)
+        if self._on_purged is not None:
+            self._on_purged(Purged(message.id, ticket.blocks, ticket.pending))
+        if ticket.users:
+            self._purges.append((message.id, ticket))
+
+    def _complete_purges(self) -> None:
+        waiting: list[tuple[str, PurgeTicket]] = []
+        for name, ticket in self._purges:
+            if ticket.users:
+                waiting.append((name, ticket))
+            elif self._on_purged is not None:
+                self._on_purged(Purged(name, ticket.blocks, 0))
+        self._purges = waiting
+
+    def _close(self) -> None:
+        """The last outputs of whatever is unfinished."""
+        now = self._clock()
+        for request_id in list(self.planner.roster.requests):
+            self._news.extend(self.planner.refuse(request_id, "draining", now))
+        self._report(self.planner.step + 1)

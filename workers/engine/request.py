@@ -1,0 +1,118 @@
+"""Turns a ``Generate`` into sequences, or says why it can never run. Everything is refused here or not at all.
+
+Refusal codes are those of ``workers.protocol.ERRORS``: ``prompt_too_long`` when prompt + output fits neither context
+nor pool, ``bad_request`` for values no model can compute with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from math import isfinite
+
+from workers.engine.block_hash import KeyChain
+from workers.engine.record import SequenceRecord
+from workers.engine.sequence import Sequence
+from workers.protocol import Generate
+
+MAX_CHOICES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a worker can hold at all."""
+
+    blocks: int
+    block_size: int
+    max_context: int
+    vocab_size: int | None = None
+
+    def worst_blocks(self, prompt: int, max_tokens: int) -> int:
+        """Blocks one sequence ever needs: its last token is produced but never computed."""
+        return -(-(prompt + max_tokens - 1) // self.block_size)
+
+    def refusal(self, generate: Generate) -> str | None:
+        """Why this request can never run, or None."""
+        prompt = len(generate.tokens)
+        numbers_fit = (
+            prompt > 0
+            and generate.max_tokens > 0
+            and 0 < generate.n <= MAX_CHOICES
+            and isfinite(generate.weight)
+            and generate.weight > 0
+        )
+        if not numbers_fit:
+            return "bad_request"
+        if prompt + generate.max_tokens > self.max_context:
+            return "prompt_too_long"
+        if self.worst_blocks(prompt, generate.max_tokens) > self.blocks:
+            return "prompt_too_long"
+        ceiling = self.vocab_size if self.vocab_size is not None else 2**31
+        if min(generate.tokens) < 0 or max(generate.tokens) >= ceiling:
+            return "bad_request"
+        bias = generate.params.logit_bias
+        if bias and (min(bias) < 0 or max(bias) >= ceiling):
+            return "bad_request"
+        return None
+
+
+def stream_seed(generate: Generate, index: int, engine_seed: int) -> int:
+    """Seed of choice ``index``: the caller's + index, or one that is different for every request and choice."""
+    if generate.params.seed is not None:
+        return generate.params.seed + index
+    text = f"{engine_seed}\0{generate.id}\0{index}".encode()
+    return int.from_bytes(sha256(text).digest()[:8], "little") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMaker:
+    """What all sequences of one engine have in common."""
+
+    revision: str
+    eos: frozenset[int]
+    block_size: int
+    prefix_cache: bool
+    seed: int
+    records: bool
+
+    def make(self, generate: Generate, ranks: Iterator[int], now: int) -> list[Sequence]:
+        """The ``n`` choices, first to last, ranked by arrival. Each has its own list of the prompt's tokens."""
+        made: list[Sequence] = []
+        for index in range(max(1, min(generate.n, MAX_CHOICES))):
+            sequence = Sequence(
+                id=generate.id,
+                index=index,
+                tokens=list(generate.tokens),
+                prompt_len=len(generate.tokens),
+                max_tokens=generate.max_tokens,
+                params=generate.params,
+                scope=generate.scope,
+                adapter=generate.adapter,
+                tenant_key=generate.tenant_key,
+                weight=generate.weight,
+                arrival=next(ranks),
+                eos=self.eos,
+                seed=stream_seed(generate, index, self.seed),
+                received_ns=now,
+            )
+            if self.prefix_cache:
+                sequence.chain = KeyChain(
+                    generate.scope,
+                    self.revision,
+                    generate.adapter,
+                    self.block_size,
+                    public_tokens=generate.public_prefix_tokens,
+                )
+            if self.records:
+                sequence.record = SequenceRecord(
+                    id=generate.id,
+                    index=index,
+                    n=generate.n,
+                    tenant_key=generate.tenant_key,
+                    prompt_tokens=len(generate.tokens),
+                    trace=generate.trace,
+                    received_ns=now,
+                )
+            made.append(sequence)
+        return made

@@ -1,0 +1,264 @@
+"""Every unfinished sequence and what happens to one: admission, growth, preemption, end. The planner decides when.
+
+Rules
+- A sequence is in exactly one place: waiting, running, or riding on its lead (an unforked choice in ``lead.siblings``).
+- ``running`` is sorted by arrival. It is never changed while it is walked: ``preempt`` and ``end`` only take the blocks
+  away and note the departure, ``sweep`` takes the departed out of the list.
+- Admission gives a sequence the blocks of all its known tokens at once, so a prompt, once begun, never waits for room;
+  only growth by output can run out of blocks.
+- A sequence preempted ``MAX_PREEMPTIONS`` times comes back only when its worst case fits, and that is promised to it:
+  others cannot take promised blocks, and it is never a victim again. So every sequence is preempted a bounded number of
+  times, and whoever holds a promise always gets on: the engine cannot stand still.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from itertools import islice
+
+from workers.engine.block_pool import BlockPool
+from workers.engine.purge import PurgeLedger
+from workers.engine.record import SequenceRecord
+from workers.engine.request import Limits
+from workers.engine.sequence import Sequence
+from workers.engine.service import ServiceCounters
+from workers.engine.waiting import WaitingLine, by_arrival
+from workers.protocol import FinishReason
+
+MAX_PREEMPTIONS = 4
+
+
+class Roster:
+    """The sequences of one engine. ``max_running`` counts choices, also those not forked yet."""
+
+    def __init__(self, pool: BlockPool, limits: Limits, max_running: int) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.max_running = max_running
+        self.requests: dict[str, list[Sequence]] = {}
+        """Unfinished sequences of each request."""
+        self.running: list[Sequence] = []
+        self.waiting = WaitingLine()
+        self.service = ServiceCounters()
+        self.purges = PurgeLedger()
+        self.riders = 0
+        """Unforked choices of running sequences."""
+        self.promised = 0
+        """Blocks that only the holders of promises may take."""
+        self.preemptions = 0
+        self.recomputed = 0
+        """Tokens computed again, over all sequences."""
+        self.records: list[SequenceRecord] = []
+        """Of ended sequences, until somebody fetches them."""
+        self._promises: dict[Sequence, int] = {}
+        self._gone: set[Sequence] = set()
+
+    def enter(self, sequences: list[Sequence]) -> None:
+        """A new request: its first sequence waits, the others ride on it unless they are given one by one."""
+        known = self.requests.setdefault(sequences[0].id, [])
+        known.extend(sequences)
+        lead = sequences[0]
+        lead.siblings = sequences[1:]
+        for sequence in sequences:
+            self.service.enter(sequence.tenant_key, sequence.weight)
+        self.waiting.append(lead)
+
+    def room(self, sequence: Sequence) -> bool:
+        """Whether a slot is free for it and its choices. With nobody running there always is one for it."""
+        taken = len(self.running) + self.riders
+        return not taken or taken + 1 + len(sequence.siblings) <= self.max_running
+
+    def admit(self, sequence: Sequence, now: int) -> int:
+        """Give it blocks for all its known tokens, from the prefix cache as far as that hits (at most len - 1 tokens).
+
+        Returns 0 when it runs, else how many blocks must become available first.
+        """
+        pool = self.pool
+        size = self.limits.block_size
+        known = len(sequence.tokens)
+        most = (known - 1) // size
+        hits: list[int] = []
+        if sequence.chain is not None:
+            sequence.chain.extend(sequence.keys, sequence.tokens, most)
+            hits = pool.lookup(islice(sequence.keys, most))
+        need = -(-known // size) - len(hits)
+        spare = pool.available - self.promised - pool.idle(hits)
+        worst = 0
+        if sequence.preemptions >= MAX_PREEMPTIONS:
+            worst = self.limits.worst_blocks(sequence.prompt_len, sequence.max_tokens) - len(hits)
+            if sequence.siblings and worst < self.limits.blocks - len(hits):
+                worst += 1  # the shared tail is copied once the prompt is computed
+            missing = worst - spare
+        else:
+            # One block for each that runs: who comes must not push out at once who is there.
+            missing = need + len(self.running) - spare
+        if missing > 0:
+            return missing
+        pool.acquire(hits)
+        hits.extend(
+            pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged) for _ in range(need)
+        )
+        if worst:
+            self._promises[sequence] = worst - need
+            self.promised += worst - need
+        self._start(sequence, hits, len(hits) - need, now)
+        return 0
+
+    def _start(self, sequence: Sequence, blocks: list[int], hit: int, now: int) -> None:
+        cached = hit * self.limits.block_size
+        if not sequence.high_water and not sequence.preemptions and sequence.chain is not None:
+            self.pool.count_query(len(sequence.tokens), cached, sequence.keys[hit - 1] if hit else None)
+        sequence.blocks = blocks
+        sequence.computed = cached
+        sequence.published = hit
+        if cached > sequence.high_water:
+            prompt = sequence.prompt_len
+            sequence.prompt_cached += min(cached, prompt) - min(sequence.high_water, prompt)
+            sequence.high_water = cached
+        if not sequence.scheduled_ns:
+            sequence.scheduled_ns = now
+        if sequence.record is not None:
+            sequence.record.admitted(now, cached, self.pool.available)
+        self.waiting.discard(sequence)
+        insort(self.running, sequence, key=by_arrival)
+        self.riders += len(sequence.siblings)
+
+    def grow(self, sequence: Sequence) -> int:
+        """One more block for a running sequence, or -1 when none is left for it."""
+        if sequence in self._promises:
+            left = self._promises[sequence]
+            if left:
+                self._promises[sequence] = left - 1
+                self.promised -= 1
+                return self.pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged)
+        if self.pool.available <= self.promised:
+            return -1
+        return self.pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged)
+
+    def victim(self) -> Sequence | None:
+        """Who gives way: the youngest sequence of the tenant with most service ÷ weight, if anybody may be asked to."""
+        gone = self._gone
+        return self.service.victim(
+            s for s in reversed(self.running) if s.preemptions < MAX_PREEMPTIONS and s not in gone
+        )
+
+    def fork(self, lead: Sequence, child: Sequence) -> None:
+        """``child`` starts to run on the lead's computed prompt: same blocks, one more user each."""
+        lead.siblings.remove(child)
+        self.riders -= 1
+        self.pool.acquire(lead.blocks)
+        child.blocks = list(lead.blocks)
+        child.keys = list(lead.keys)
+        child.published = lead.published
+        child.computed = child.high_water = lead.computed
+        child.scheduled_ns = lead.scheduled_ns
+        if child.record is not None:
+            child.record.scheduled_ns = lead.scheduled_ns
+        insort(self.running, child, key=by_arrival)
+
+    def dismount(self, lead: Sequence) -> None:
+        """Choices for which no slot was left at the fork run later on their own; the prompt is not billed again."""
+        self.riders -= len(lead.siblings)
+        for child in lead.siblings:
+            child.high_water = child.prompt_len
+            self.waiting.put_back(child)
+        lead.siblings = []
+
+    def preempt(self, sequence: Sequence, now: int, reason: str = "kv_pressure") -> None:
+        """Take its blocks and put it back in line. ``runner_error`` is nobody's preemption and is not counted."""
+        freed = self._release(sequence)
+        if reason == "kv_pressure":
+            sequence.preemptions += 1
+            self.preemptions += 1
+        if sequence.record is not None:
+            sequence.record.preemptions = sequence.preemptions
+            sequence.record.preempted(now, reason, freed)
+        sequence.computed = 0
+        sequence.published = 0
+        self.riders -= len(sequence.siblings)
+        self._gone.add(sequence)
+        self.waiting.put_back(sequence)
+
+    def end(self, sequence: Sequence, finish: FinishReason, now: int, error: str | None = None) -> None:
+        """Its last act: blocks back, out of every book. Call ``sweep`` afterwards."""
+        sequence.finish = finish
+        sequence.error = error
+        sequence.finished_ns = now
+        if not self.waiting.discard(sequence):
+            self._gone.add(sequence)
+            if sequence.blocks:
+                self.riders -= len(sequence.siblings)
+        self._release(sequence)
+        self.purges.ended(sequence)
+        self.service.leave(sequence.tenant_key)
+        living = self.requests[sequence.id]
+        living.remove(sequence)
+        if not living:
+            del self.requests[sequence.id]
+        self.archive(sequence)
+
+    def archive(self, sequence: Sequence) -> None:
+        """Keep the record of a sequence that has ended."""
+        record = sequence.record
+        if record is None:
+            return
+        record.prompt_cached = sequence.prompt_cached
+        record.prompt_computed = sequence.prompt_computed
+        record.output_tokens = sequence.output_len
+        record.finish = sequence.finish
+        record.error = sequence.error
+        record.ended(sequence.finished_ns)
+        self.records.append(record)
+
+    def _release(self, sequence: Sequence) -> int:
+        blocks, sequence.blocks = sequence.blocks, []
+        promise = self._promises.pop(sequence, 0)
+        self.promised -= promise
+        if not sequence.purged:
+            return self.pool.release(blocks)
+        before = self.pool.dirty
+        freed = self.pool.release(blocks)
+        self.purges.dirtied(sequence, self.pool.dirty - before)
+        return freed
+
+    @property
+    def preempted(self) -> bool:
+        """Whether anybody left ``running`` since the last sweep."""
+        return bool(self._gone)
+
+    def departed(self, sequence: Sequence) -> bool:
+        """Whether it left ``running`` since the last sweep."""
+        return sequence in self._gone
+
+    def sweep(self) -> None:
+        """Take the departed out of ``running``."""
+        if self._gone:
+            gone = self._gone
+            self.running = [s for s in self.running if s not in gone]
+            self._gone = set()
+
+    def check(self) -> None:
+        """Assert that every sequence is in one place and that the pool's reference counts are theirs. O(everything)."""
+        assert not self._gone
+        assert [s.arrival for s in self.running] == sorted({s.arrival for s in self.running})
+        users = [0] * self.pool.total
+        placed: list[Sequence] = []
+        for sequences in self.requests.values():
+            for sequence in sequences:
+                assert sequence.finish is None
+                waits = sequence in self.waiting
+                assert not (waits and sequence.blocks)
+                if waits or sequence.blocks:
+                    placed.extend((sequence, *sequence.siblings))
+                assert sequence.computed <= len(sequence.blocks) * self.limits.block_size
+                assert 0 <= sequence.computed < len(sequence.tokens)
+                assert sequence.preemptions <= MAX_PREEMPTIONS
+                for block in sequence.blocks:
+                    users[block] += 1
+        everybody = [s for sequences in self.requests.values() for s in sequences]
+        assert len(placed) == len(set(placed)) == len(everybody)
+        assert {s for s in placed if s.blocks} == set(self.running)
+        assert users == self.pool.ref
+        assert self.riders == sum(len(s.siblings) for s in self.running)
+        assert self.promised == sum(self._promises.values()) <= self.pool.available
+        self.pool.check()

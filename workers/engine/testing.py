@@ -1,0 +1,157 @@
+"""A runner without a model that checks every plan against a memory of its own. For tests, and tools that need no text.
+
+``FakeRunner`` keeps, for every slot of every block, which token at which position was written there, under which scope
+and adapter. Before it samples it reads each sequence back through its block table. So a wrong block table, a copy on
+write forgotten, a prefix hit on the wrong content, a block published too early or handed out twice, and a foreign
+tenant's block all fail at the step that is to blame. The next token is a hash of all tokens so far, read from that
+memory: any schedule must give the same tokens as running alone (``solo``).
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from zlib import crc32
+
+from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
+from workers.engine.sequence import Sequence
+from workers.protocol import SamplingParams
+
+
+class PlanError(AssertionError):
+    """The plan is wrong: the planner's or the pool's mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What one slot of a block holds."""
+
+    token: int
+    position: int
+    scope: bytes
+    adapter: str | None
+
+
+def next_token(tokens: list[int], seed: int, vocab: int) -> int:
+    """A token that depends on every token before it and on the sequence's seed."""
+    return crc32(array("q", tokens).tobytes(), seed & 0xFFFFFFFF) % vocab
+
+
+def solo(
+    prompt: list[int], max_tokens: int, seed: int, *, vocab: int = 1000, eos: frozenset[int] = frozenset()
+) -> list[int]:
+    """The output of a sequence that runs alone: what any schedule must produce."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens, seed, vocab))
+        if tokens[-1] in eos:
+            break
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """Implements ``Runner``. ``blocks`` × ``block_size`` slots; samples token ids below ``vocab``.
+
+    Raises PlanError at the first plan that breaks a rule. ``budget``: most rows a plan may have, None = not checked.
+    """
+
+    def __init__(self, blocks: int, block_size: int, *, vocab: int = 1000, budget: int | None = None) -> None:
+        self.block_size = block_size
+        self.vocab = vocab
+        self.budget = budget
+        self.slots: list[list[Slot | None]] = [[None] * block_size for _ in range(blocks)]
+        self.steps = 0
+        self.rows = 0
+        """Rows computed, over all steps."""
+        self.copies = 0
+        self._step = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Zero, copy, write, read back, sample."""
+        self._expect(plan.step > self._step, f"step {plan.step} follows step {self._step}")
+        self._step = plan.step
+        self._expect(bool(plan.chunks), "a plan without chunks must not run")
+        if self.budget is not None:
+            self._expect(plan.tokens <= self.budget, f"{plan.tokens} rows exceed the budget of {self.budget}")
+        self.zero_blocks(plan.zero)
+        self._copy(plan.copies)
+        self._write(plan.chunks)
+        sampled: list[Sampled] = []
+        for chunk in plan.chunks:
+            line = self._read(chunk)
+            for sampler in chunk.samplers:
+                self._expect(chunk.start + chunk.count == len(sampler.tokens), "sampled before all was computed")
+                self._expect(sampler.tokens == line, "a choice samples from another's tokens")
+                sampled.append(self.sample(sampler, line))
+        self.steps += 1
+        self.rows += plan.tokens
+        return StepResult(sampled)
+
+    def sample(self, sequence: Sequence, line: list[int]) -> Sampled:
+        """The next token after ``line``, the tokens as memory holds them."""
+        return Sampled([next_token(line, sequence.seed, self.vocab)])
+
+    def zero_blocks(self, blocks: list[int]) -> None:
+        """Forget what these blocks hold."""
+        for block in blocks:
+            self.slots[block] = [None] * self.block_size
+
+    def holds(self, scope: bytes) -> int:
+        """How many slots hold something of ``scope``."""
+        return sum(slot is not None and slot.scope == scope for block in self.slots for slot in block)
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        targets = [target for _, target in copies]
+        self._expect(len(targets) == len(set(targets)), "two copies into one block")
+        read = [list(self.slots[source]) for source, _ in copies]
+        for target, content in zip(targets, read, strict=True):
+            self.slots[target] = content
+        self.copies += len(copies)
+
+    def _write(self, chunks: list[Chunk]) -> None:
+        size = self.block_size
+        written: set[tuple[int, int]] = set()
+        seen: set[Sequence] = set()
+        for chunk in chunks:
+            sequence = chunk.sequence
+            self._expect(sequence not in seen, "a sequence has two chunks in one step")
+            seen.add(sequence)
+            self._expect(chunk.count > 0, "an empty chunk")
+            self._expect(chunk.start + chunk.count <= len(sequence.tokens), "computes unknown tokens")
+            self._expect(sequence.finish is None, "computes a finished sequence")
+            self._expect(len(sequence.blocks) * size >= chunk.start + chunk.count, "writes past its blocks")
+            self._expect(len(sequence.blocks) == len(set(sequence.blocks)), "one block twice in a table")
+            for position in range(chunk.start, chunk.start + chunk.count):
+                place = (sequence.blocks[position // size], position % size)
+                self._expect(place not in written, f"two sequences write slot {place}")
+                written.add(place)
+                self.slots[place[0]][place[1]] = Slot(
+                    sequence.tokens[position], position, sequence.scope, sequence.adapter
+                )
+
+    def _read(self, chunk: Chunk) -> list[int]:
+        """The sequence's tokens up to the chunk's end, read through its block table."""
+        sequence = chunk.sequence
+        line: list[int] = []
+        for position in range(chunk.start + chunk.count):
+            index = position // self.block_size
+            slot = self.slots[sequence.blocks[index]][position % self.block_size]
+            if slot is None or slot.position != position or slot.token != sequence.tokens[position]:
+                raise PlanError(f"{sequence.id}[{sequence.index}] position {position}: block holds {slot}")
+            public = sequence.chain is not None and sequence.chain.is_public(index)
+            self._expect(slot.adapter == sequence.adapter, "reads another adapter's block")
+            self._expect(public or slot.scope == sequence.scope, "reads another scope's block")
+            line.append(slot.token)
+        return line
+
+    @staticmethod
+    def _expect(holds: bool, message: str) -> None:
+        if not holds:
+            raise PlanError(message)
+
+
+def expected(prompt: list[int], max_tokens: int, params: SamplingParams, index: int, *, vocab: int = 1000) -> list[int]:
+    """``solo`` for choice ``index`` of a request with a seed."""
+    if params.seed is None:
+        raise ValueError("seed: give the request a seed, or its tokens cannot be foretold")
+    return solo(prompt, max_tokens, params.seed + index, vocab=vocab)
