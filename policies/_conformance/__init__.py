@@ -1,0 +1,1 @@
+"""The suites behind ``policies.testing``, which is what a plugin author imports."""

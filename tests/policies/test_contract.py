@@ -1,0 +1,104 @@
+"""The conformance kit over every registered policy, and the kit's own teeth: broken policies must not pass it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jwt
+import pytest
+
+from policies import testing
+from policies.auth import api_key
+from policies.manager import make_manager
+from policies.registry import Registry
+from policies.scheduling.fcfs import FcfsScheduler
+from policies.spi import KINDS, PolicyContext
+from policies.types import AuthRequest, Charge, Job
+
+REGISTRY = Registry.from_manager(make_manager())
+KEY = "fb_contract-test-key"
+SECRET = "s" * 64
+CONTEXT = PolicyContext(env={"FOREBAY_TEST_KEY": SECRET}, server_secret=b"k" * 32)
+JWT_CONFIG = {"algorithms": ["HS256"], "audience": "forebay", "issuer": "test", "key_env": "FOREBAY_TEST_KEY"}
+API_KEY_CONFIG = {"keys": [{"hash": api_key.hash_key(KEY), "tenant": "search"}]}
+
+
+def _jwt_request() -> AuthRequest:
+    claims = {"iss": "test", "aud": "forebay", "exp": 4102444800, "tenant": "search"}
+    return AuthRequest({"authorization": f"Bearer {jwt.encode(claims, SECRET, 'HS256')}"})
+
+
+def _key_request() -> AuthRequest:
+    return AuthRequest({"x-api-key": KEY})
+
+
+# What a policy needs to be built, and what it does not promise; a policy that is not named here promises everything.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "auth.jwt": JWT_CONFIG,
+    "auth.api_key": API_KEY_CONFIG,
+    "auth.none": {"tenant": "dev"},
+    "auth.chain": {"policies": [{"use": "jwt", "with": JWT_CONFIG}, {"use": "api_key", "with": API_KEY_CONFIG}]},
+}
+PROMISES: dict[str, dict[str, Any]] = {
+    "auth.jwt": {"good_request": _jwt_request},
+    "auth.api_key": {"good_request": _key_request},
+    "auth.chain": {"good_request": _key_request},
+    "auth.none": {"accepts_anybody": True, "good_request": lambda: AuthRequest({})},
+    "quota.unlimited": {"enforces": ()},
+}
+CASES = [
+    pytest.param(item.spec.kind, item.spec.name, check, id=f"{item.spec.kind}.{item.spec.name}-{check[5:]}")
+    for item in REGISTRY.policies()
+    for check in testing.checks(item.spec.kind)
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "check"), CASES)
+def test_policy_keeps_its_contract(kind: Any, name: str, check: str) -> None:
+    key = f"{kind}.{name}"
+
+    def make() -> Any:
+        return REGISTRY.build(kind, name, CONFIGS.get(key, {}), CONTEXT)
+
+    getattr(testing.suite(kind, make, **PROMISES.get(key, {}))(), check)()
+
+
+def test_every_kind_has_a_suite_and_a_policy() -> None:
+    assert set(testing.SUITES) == set(KINDS)
+    assert {item.spec.kind for item in REGISTRY.policies()} == set(KINDS)
+
+
+class Loses(FcfsScheduler):
+    def discard(self, job_id: Any) -> bool:
+        self._lines.pop(next(self._lines.tenants()))
+        return True
+
+
+class Blocks(FcfsScheduler):
+    def pop(self, now: float, fits: Any) -> Job | None:
+        return super().pop(now, lambda job: True) if fits(self._lines.head(self._heads.first(lambda t: True))) else None
+
+
+class Starves(FcfsScheduler):
+    def pop(self, now: float, fits: Any) -> Job | None:
+        return super().pop(now, lambda job: fits(job) and (job.tenant != "quiet" or len(self) == 1))
+
+
+class ChargesOnlyItsOwn(FcfsScheduler):
+    def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
+        raise KeyError(job.id)
+
+
+class DumpsJobs(FcfsScheduler):
+    def dump(self) -> dict[str, Any]:
+        return {"jobs": object()}
+
+
+@pytest.mark.parametrize("broken", [Loses, Blocks, Starves, ChargesOnlyItsOwn, DumpsJobs])
+def test_the_kit_finds_broken_schedulers(broken: Any) -> None:
+    with pytest.raises((AssertionError, KeyError, TypeError)):
+        testing.conformance("scheduling", broken)
+
+
+def test_conformance_runs_a_whole_suite() -> None:
+    testing.conformance("scheduling", FcfsScheduler)
