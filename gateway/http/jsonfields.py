@@ -72,13 +72,19 @@ def field(type_: Any, check: Callable[[Any], str | None] = lambda _: None) -> Fi
 def between(low: float, high: float, hint: str = "") -> Callable[[Any], str | None]:
     """Check of a number; ``hint`` ends the complaint."""
     extra = f" ({hint})" if hint else ""
-    return lambda value: None if low <= value <= high else f"must be between {low} and {high}{extra}, got {value}"
+
+    def check(value: Any) -> str | None:
+        shown = str(value)
+        shown = shown if len(shown) <= 32 else f"one of {len(shown)} digits"
+        return None if low <= value <= high else f"must be between {low} and {high}{extra}, got {shown}"
+
+    return check
 
 
 def read(fields: Mapping[str, msgspec.Raw], name: str, how: Field[T], default: T) -> T:
     """One field's value, ``default`` when it is absent or null. Raises ApiError 400 with ``param``."""
     raw = fields.get(name)
-    if raw is None or raw == b"null":
+    if raw is None or (len(raw) == 4 and bytes(raw) == b"null"):
         return default
     try:
         value = how.decoder.decode(raw)

@@ -106,16 +106,24 @@ def test_all_mistakes_come_at_once_with_path_line_and_remedy(tmp_path: Path) -> 
         ("just text", "line 1: must be a mapping of sections (listen:, policies:, models: …)"),
         (MINIMAL + "listen: {port: 1}\nlisten: {port: 2}\n", "listen (line 9): duplicate key, first on line 8"),
         (MINIMAL + "admin: {port: 1, port: 2}\n", "admin.port (line 8): duplicate key, first on line 8"),
-        (MINIMAL + "classes:\n  a: {priority: 1\n", "line 10: not valid YAML: expected ',' or '}', but got '<stream end>'"),
+        (
+            MINIMAL + "classes:\n  a: {priority: 1\n",
+            "line 10: not valid YAML: expected ',' or '}', but got '<stream end>'",
+        ),
         (MINIMAL + "listen: {port: {a: 1}}\n", "listen.port (line 8): Input should be a valid integer"),
-        (MINIMAL + "listen: {port: 70000}\n", "listen.port (line 8): Input should be less than or equal to 65535, got 70000"),
+        (
+            MINIMAL + "listen: {port: 70000}\n",
+            "listen.port (line 8): Input should be less than or equal to 65535, got 70000",
+        ),
         (MINIMAL + "listen: {port: null}\n", "listen.port (line 8): Input should be a valid integer, got null"),
         (MINIMAL + "timeouts: {total_s: .nan}\n", "timeouts.total_s (line 8): Input should be greater than 0, got nan"),
         (MINIMAL + "1: x\n", "line 8: a key must be text, 1 is not; put it in quotes"),
         (MINIMAL + "on: x\n", "line 8: a key must be text, True is not; put it in quotes"),
         (MINIMAL + "? [a]\n: x\n", "line 8: a key must be text, this is not; put it in quotes"),
-        (MINIMAL + "a: !!python/object/apply:os.system ['true']\n",
-         "a (line 8): the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not allowed"),
+        (
+            MINIMAL + "a: !!python/object/apply:os.system ['true']\n",
+            "a (line 8): the tag 'tag:yaml.org,2002:python/object/apply:os.system' is not allowed",
+        ),
         (MINIMAL + "a: !secret x\n", "line 8: not valid YAML: could not determine a constructor for the tag '!secret'"),
         (MINIMAL + "a: &x [*x]\n", "a[0] (line 8): an anchor cannot hold itself"),
         (MINIMAL + "a: &x {<<: *x}\n", "a (line 8): an anchor cannot hold itself"),
@@ -128,18 +136,36 @@ def test_all_mistakes_come_at_once_with_path_line_and_remedy(tmp_path: Path) -> 
         (MINIMAL.replace("auth: {use: none}", "auht: {use: none}"), "policies.auth (line 1): is missing"),
         (MINIMAL.replace("    source: ./tiny\n", ""), "models[0].source (line 4): is missing"),
         ("policies: {auth: {use: none}}\nmodels: []\n", "models (line 2): needs at least one entry"),
-        (MINIMAL + "tenants:\n  - {id: a}\n  - {id: a}\n",
-         "tenants[1].id (line 10): duplicate tenant id 'a', the same as number 0 (counted from 0)"),
-        (MINIMAL + "      - {name: local}\n",
-         "models[0].pools[1].name (line 8): duplicate pool name 'local', the same as number 0 (counted from 0)"),
-        (MINIMAL + "tenants: [{id: a, class: nosuch}]\n", "tenants[0].class (line 8): unknown class 'nosuch' (known: interactive)"),
-        (MINIMAL + "tenant_defaults: {class: x}\n", "tenant_defaults.class (line 8): unknown class 'x' (known: interactive)"),
-        (MINIMAL + "admin: {port: 8080}\n", "admin.port (line 8): 8080 is the public port; the admin API needs its own"),
-        (MINIMAL + "tenants: [{id: a, weight: .inf}]\n", "tenants[0].weight (line 8): Input should be a finite number, got inf"),
-        (MINIMAL.replace("{name: local}", "{name: local, engine: {kv_cache: 5 parsecs}}"),
-         "models[0].pools[0].engine.kv_cache (line 7): '5 parsecs' is not a size; write a number of bytes or e.g. 512MiB, 1GiB"),
+        (
+            MINIMAL + "tenants:\n  - {id: a}\n  - {id: a}\n",
+            "tenants[1].id (line 10): duplicate tenant id 'a', the same as number 0 (counted from 0)",
+        ),
+        (
+            MINIMAL + "      - {name: local}\n",
+            "models[0].pools[1].name (line 8): duplicate pool name 'local', the same as number 0 (counted from 0)",
+        ),
+        (
+            MINIMAL + "tenants: [{id: a, class: nosuch}]\n",
+            "tenants[0].class (line 8): unknown class 'nosuch' (known: interactive)",
+        ),
+        (
+            MINIMAL + "tenant_defaults: {class: x}\n",
+            "tenant_defaults.class (line 8): unknown class 'x' (known: interactive)",
+        ),
+        (
+            MINIMAL + "admin: {port: 8080}\n",
+            "admin.port (line 8): 8080 is the public port; the admin API needs its own",
+        ),
+        (
+            MINIMAL + "tenants: [{id: a, weight: .inf}]\n",
+            "tenants[0].weight (line 8): Input should be a finite number, got inf",
+        ),
+        (
+            MINIMAL.replace("{name: local}", "{name: local, engine: {kv_cache: 5 parsecs}}"),
+            "models[0].pools[0].engine.kv_cache (line 7): '5 parsecs' is not a size; write a number of bytes or e.g.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_says_where_and_what(tmp_path: Path, text: str, expected: str) -> None:
     assert any(found.startswith(expected) for found in mistakes(tmp_path, text)), mistakes(tmp_path, text)
 
@@ -174,9 +200,12 @@ def test_merge_keys_work_and_own_keys_win(tmp_path: Path) -> None:
         (lambda path: path.mkdir(), "is a folder; name the YAML file in it"),
         (lambda path: None, "cannot be read: No such file or directory"),
         (lambda path: path.write_bytes(b"a: 1\nb: \xff\n"), "line 2: is not UTF-8 text"),
-        (lambda path: path.write_bytes(b"#" * (yaml_source.MAX_BYTES + 1)), f"is larger than {yaml_source.MAX_BYTES} bytes"),
+        (
+            lambda path: path.write_bytes(b"#" * (yaml_source.MAX_BYTES + 1)),
+            f"is larger than {yaml_source.MAX_BYTES} bytes",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_text_file_is_refused(tmp_path: Path, make: object, expected: str) -> None:
     path = tmp_path / "c.yaml"
     make(path)  # type: ignore[operator]
