@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gateway import log
 from gateway import trace_attributes as attributes
 from gateway.errors import ApiError
 from gateway.flights import Flight, Flights
@@ -24,6 +25,8 @@ from policies.queue import JobQueue
 from policies.spi import SchedulingPolicy
 from policies.types import Charge, JobId, RequeueReason, TenantId
 from workers.protocol import Cancel, Down
+
+_log = log.get("dispatch")
 
 
 class Desk:
@@ -88,10 +91,14 @@ class Desk:
         queued = ticket.state is TicketState.QUEUED
         ticket.finish(error, now)
         self.tickets.pop(job.id, None)
-        if queued:
-            self.queue.discard(job.id)
-        else:
-            self.queue.finish(job.id, Charge(), now)
+        try:
+            if queued:
+                self.queue.discard(job.id)
+            else:
+                self.queue.finish(job.id, Charge(), now)
+        except Exception as failure:  # a foreign scheduling policy: its caller must have an end all the same
+            self.monitor.fault("scheduling")
+            _log.error("scheduling_failed", policy=self.policy_name, exception=log.describe(failure))
         self._end_span(ticket, error, now, queued=queued)
         if not self.tickets:
             self._idle.set()

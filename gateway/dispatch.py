@@ -13,15 +13,14 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as with_fields
 
+from gateway import log
 from gateway import trace_attributes as attributes
-from gateway.choices import ChoiceStream
 from gateway.desk import Desk, try_send
 from gateway.errors import ApiError, shed, unavailable
 from gateway.flights import Flight
@@ -40,14 +39,11 @@ from workers.protocol import Keep, StepOutputs
 if TYPE_CHECKING:
     from gateway.intake import Prepared
 
-log = logging.getLogger("forebay.dispatch")
+_log = log.get("dispatch")
 
 TICK_S = 0.5
 """While jobs wait, a turn is tried at least so often: breakers reopen and figures become stale without an event."""
 MAX_RETRY_AFTER_S = 60.0
-
-ChoiceFactory = Callable[["Prepared"], Sequence[ChoiceStream]]
-"""Makes the streams that turn one attempt's tokens into text, one per choice."""
 
 
 class Dispatcher:
@@ -59,7 +55,6 @@ class Dispatcher:
         policy: SchedulingPolicy,
         policy_name: str,
         routing: Callable[[], RoutingPolicy],
-        make_choices: ChoiceFactory,
         *,
         monitor: Monitor | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -68,7 +63,6 @@ class Dispatcher:
         self._desk = Desk(model, policy, policy_name, monitor=monitor or Monitor(), clock=clock)
         self._landing = Landing(self._desk)
         self._routing = routing
-        self._make_choices = make_choices
         self._handles: dict[str, WorkerHandle] = {}
         self._stale: set[str] = set()
         self._closing = False
@@ -218,8 +212,9 @@ class Dispatcher:
                 self._expired(self._desk.tickets[job.id], now)
             if len(self.queue):
                 self._fill(now)
-        except Exception:  # a foreign scheduling policy: the jobs stay, their wait runs out at worst
-            log.exception("a turn failed", extra={"model": self.model.name, "policy": self._desk.policy_name})
+        except Exception as error:  # a foreign scheduling policy: the jobs stay, their wait runs out at worst
+            policy = self._desk.policy_name
+            _log.error("turn_failed", model=self.model.name, policy=policy, exception=log.describe(error))
             self._desk.monitor.fault("scheduling")
         self._arm(now)
 
@@ -268,7 +263,7 @@ class Dispatcher:
         try:
             handle.send(with_fields(prepared.generate, trace=ticket.trace.inject()))
         except WorkerGoneError as error:
-            log.warning("dispatch failed: %s", error, extra={"worker": handle.name, "job": job.id})
+            _log.warning("dispatch_failed", worker=handle.name, job=job.id, why=str(error))
             rooms.remove(room)
             ticket.span.fail("worker_gone")
             self.queue.requeue(job.id, now, RequeueReason.WORKER_REFUSED)
@@ -276,8 +271,8 @@ class Dispatcher:
             return
         load = Load(job.prompt_tokens, ticket.choices, started=False, suspect=ticket.suspect)
         open_choices = set(range(ticket.choices))
-        self._desk.flights.add(Flight(ticket, handle, self._make_choices(prepared), open_choices, load))
-        ticket.dispatched(handle, now)
+        self._desk.flights.add(Flight(ticket, handle, prepared.choices(), open_choices, load))
+        ticket.dispatched(handle, now, dispatch.waited_s)
         if dispatch.attempt == 1:
             self._landing.budget.earn()
         if room.stale:
@@ -295,8 +290,8 @@ class Dispatcher:
         try:
             decision = self._routing().choose(job, [room.view for room in fitting.values()], now)
             room = fitting[decision.worker]
-        except Exception:
-            log.exception("routing failed", extra={"model": self.model.name})
+        except Exception as error:
+            _log.error("routing_failed", model=self.model.name, exception=log.describe(error))
             self._desk.monitor.fault("routing")
             room = min(fitting.values(), key=lambda room: room.view.inflight)
             decision = RouteDecision(room.view.name, "load")
@@ -307,7 +302,7 @@ class Dispatcher:
     def _report_stale(self, handle: WorkerHandle) -> None:
         if handle.name not in self._stale:
             self._stale.add(handle.name)
-            log.warning("a worker's figures are stale; only in-flight counts gate it", extra={"worker": handle.name})
+            _log.warning("worker_stale", worker=handle.name, meaning="only in-flight counts gate it")
         self._desk.monitor.stale(handle.name)
 
     def _expired(self, ticket: Ticket, now: float) -> None:

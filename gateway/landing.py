@@ -9,8 +9,7 @@ Rules
 
 from __future__ import annotations
 
-import logging
-
+from gateway import log
 from gateway.desk import Desk
 from gateway.errors import ApiError, bad_request, internal, unavailable
 from gateway.flights import Flight
@@ -20,7 +19,7 @@ from gateway.worker_handle import WorkerHandle, WorkerLoss
 from policies.types import RequeueReason, Transition
 from workers.protocol import SequenceOutput, StepOutputs
 
-log = logging.getLogger("forebay.dispatch")
+_log = log.get("dispatch")
 
 REFUSED = frozenset({"overloaded", "draining", "cancelled"})
 """Ends by which a worker hands a request back that nobody had cancelled."""
@@ -53,8 +52,8 @@ class Landing:
                 continue
             try:
                 self._take(flight, output, now)
-            except Exception:
-                log.exception("output of a request could not be handled", extra={"job": output.id})
+            except Exception as error:
+                _log.error("output_failed", job=output.id, exception=log.describe(error))
                 self._desk.monitor.fault("outputs")
                 self._desk.stop(flight)
                 self._desk.end(flight.ticket, internal(), now)
@@ -121,8 +120,7 @@ class Landing:
         if flight.last_token_at is not None:
             self._desk.monitor.gap(ticket.job, (now - flight.last_token_at) / tokens)
         flight.last_token_at = now
-        if ticket.first_token_at is None:
-            ticket.first_token_at = now
+        if ticket.produced(now):
             self._desk.monitor.event(ticket.job, Transition.FIRST_TOKEN, now, worker=ticket.worker)
         if flight.load.suspect and flight.produced > ticket.lost_at:
             self._absolve(flight)

@@ -14,11 +14,11 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
+from gateway import log
 from gateway.settings import Policies, PolicyUse
 from gateway.timed import Observe, Timed, unwrap
 from policies.registry import Registry
@@ -36,7 +36,7 @@ from policies.spi import (
 )
 from policies.types import JobId, Usage
 
-log = logging.getLogger("forebay.policies")
+_log = log.get("policies")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +146,8 @@ class Runtime:
                     await _close(policy)
                 raise
             self._retire(old)
-            log.info(
-                "policies swapped",
-                extra={
-                    "generation": self.current.generation,
-                    "policies": {kind: use.use for kind, use in changes.items()},
-                },
-            )
+            names = {kind: use.use for kind, use in changes.items()}
+            _log.info("policies_swapped", generation=self.current.generation, policies=names)
             return self.current
 
     async def settle(self, quota: QuotaPolicy, job_id: JobId, usage: Usage, now: float) -> Mapping[str, Any]:
@@ -221,5 +216,5 @@ async def _close(policy: Any) -> None:
     if isinstance(inner, Lifecycle):
         try:
             await inner.close()
-        except Exception:
-            log.exception("a policy could not be closed", extra={"policy": type(inner).__name__})
+        except Exception as error:
+            _log.error("policy_close_failed", policy=type(inner).__name__, exception=log.describe(error))

@@ -4,6 +4,8 @@ Rules
 - A tenant that the YAML lists gets what the YAML says; another one gets ``tenant_defaults``, or 403 without them.
 - Snapshots are frozen: a request keeps the tenant it began with, also across a reload.
 - An epoch only rises. It is part of every cache scope, so bumping it makes a tenant's cache unreachable at once.
+- Which scopes a tenant's requests used is remembered (at most ``MAX_SCOPES``, the oldest go first), so that a purge can
+  name them to the workers.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from fnmatch import fnmatchcase
 from gateway.errors import forbidden
 from gateway.settings import Privacy, ServiceClass, Settings, Tenant, TenantDefaults
 from policies.types import Limits, TenantId
+
+MAX_SCOPES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class EffectiveTenant:
     limits: Limits = field(default_factory=Limits)
     requires: Mapping[str, str] = field(default_factory=dict)
     privacy: Privacy = field(default_factory=Privacy)
+    sample_ratio: float | None = None
+    """Part of its requests whose traces are kept; None: the gateway's ratio."""
     epoch: int = 0
     listed: bool = True
     """False for one that lives on ``tenant_defaults``."""
@@ -45,6 +51,7 @@ class Tenants:
 
     def __init__(self, settings: Settings) -> None:
         self._epochs: dict[TenantId, int] = {}
+        self._scopes: dict[TenantId, dict[bytes, None]] = {}
         self.reload(settings)
 
     def reload(self, settings: Settings) -> None:
@@ -73,10 +80,18 @@ class Tenants:
         """Every tenant that the YAML names, in its order."""
         return [self.get(tenant) for tenant in self._listed]
 
-    def bump(self, tenant: TenantId) -> int:
-        """Start a new cache epoch for ``tenant``; returns it."""
+    def used(self, tenant: TenantId, scope: bytes) -> None:
+        """A request of ``tenant`` runs in this cache scope."""
+        scopes = self._scopes.setdefault(tenant, {})
+        scopes.pop(scope, None)
+        scopes[scope] = None
+        if len(scopes) > MAX_SCOPES:
+            del scopes[next(iter(scopes))]
+
+    def bump(self, tenant: TenantId) -> tuple[int, list[bytes]]:
+        """Start a new cache epoch for ``tenant``; returns it with every scope its requests used until now."""
         self._epochs[tenant] = self._epochs.get(tenant, 0) + 1
-        return self._epochs[tenant]
+        return self._epochs[tenant], list(self._scopes.get(tenant, {}))
 
     def _effective(self, tenant: str, config: Tenant | TenantDefaults) -> EffectiveTenant:
         return EffectiveTenant(
@@ -88,4 +103,5 @@ class Tenants:
             limits=config.limits.to_limits(),
             requires=dict(config.requires),
             privacy=config.privacy,
+            sample_ratio=config.sample_ratio,
         )

@@ -78,11 +78,14 @@ class Ticket:
         self.finish_reasons: tuple[str, ...] = ()
         self.queued_at = now
         self.dispatched_at: float | None = None
+        self.queue_wait_s: float | None = None
+        """Seconds in the queue, over all its stays; None while it never left it."""
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
         self._buffer: list[ChoiceDelta] = []
         self._news = asyncio.Event()
         self._dispatched = asyncio.Event()
+        self._first = asyncio.Event()
         self._done = asyncio.Event()
 
     @property
@@ -107,13 +110,14 @@ class Ticket:
 
     # -- for the dispatcher ---------------------------------------------------------------------------------------
 
-    def dispatched(self, handle: WorkerHandle, now: float) -> None:
+    def dispatched(self, handle: WorkerHandle, now: float, waited_s: float = 0.0) -> None:
         """It was sent to ``handle``."""
         assert self.state is TicketState.QUEUED
         self.state = TicketState.RUNNING
         self.worker = handle.name
         self.ran_on.append(handle)
         self.dispatched_at = now
+        self.queue_wait_s = waited_s
         self._dispatched.set()
 
     def requeued(self) -> None:
@@ -126,6 +130,14 @@ class Ticket:
         self._buffer.clear()
         self._news.clear()
         self._dispatched.clear()
+
+    def produced(self, now: float) -> bool:
+        """It produced output. True for the first time of an attempt."""
+        if self.first_token_at is not None:
+            return False
+        self.first_token_at = now
+        self._first.set()
+        return True
 
     def push(self, delta: ChoiceDelta) -> None:
         """Hand one choice's news to the caller; dropped when it is gone."""
@@ -144,6 +156,7 @@ class Ticket:
         self.finished_at = now
         self._news.set()
         self._dispatched.set()
+        self._first.set()
         self._done.set()
         return True
 
@@ -152,6 +165,10 @@ class Ticket:
     async def wait_dispatched(self) -> None:
         """Return when it runs, or is over."""
         await self._dispatched.wait()
+
+    async def wait_first(self) -> None:
+        """Return when it produced its first token, or is over."""
+        await self._first.wait()
 
     async def wait_done(self) -> None:
         """Return when it is over."""

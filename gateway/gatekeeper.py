@@ -1,0 +1,104 @@
+"""Asking the policies that may say no: auth, admission, quota. Each has a time budget and fails closed.
+
+Rules
+- A policy that raises anything but its own refusal, or overruns ``policy_s``, is 503 with Retry-After: never a pass.
+- A refusal says what the caller can do about it: 401, 429 with a Retry-After that works, 400 for what never passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from starlette.types import Scope
+
+from gateway import log
+from gateway.dispatch import Dispatcher, no_worker
+from gateway.errors import ApiError, bad_request, shed, throttled, unauthenticated, unavailable
+from gateway.http.middleware import request_id
+from gateway.monitor import Monitor
+from gateway.runtime import PolicySet
+from policies.spi import AuthError, PolicyUnavailableError
+from policies.types import AdmissionDecision, AuthRequest, Job, Principal, QuotaDecision
+
+_log = log.get("policies")
+
+
+class Gatekeeper:
+    """Calls the policies of a request's ``PolicySet``."""
+
+    def __init__(self, *, budget_s: float, monitor: Monitor, clock: Callable[[], float]) -> None:
+        self._budget_s = budget_s
+        self._monitor = monitor
+        self._clock = clock
+
+    async def authenticate(self, scope: Scope, policies: PolicySet) -> Principal:
+        """The verified caller. Raises ApiError 401, 503."""
+        client = scope.get("client")
+        request = AuthRequest(joined_headers(scope), client[0] if client else None)
+        async with self._budget("auth", policies.uses["auth"].use):
+            try:
+                return await policies.auth.authenticate(request)
+            except AuthError as error:
+                _log.info("unauthenticated", request_id=request_id(scope), why=str(error))
+                raise unauthenticated() from None
+
+    def admission(self, job: Job, policies: PolicySet, dispatcher: Dispatcher) -> AdmissionDecision:
+        """What admission says. Raises ApiError 503."""
+        try:
+            return policies.admission.check(job, dispatcher.view(job), self._clock())
+        except Exception as error:
+            raise self._closed("admission", policies.uses["admission"].use, error, 1.0) from error
+
+    async def reserve(self, job: Job, policies: PolicySet) -> QuotaDecision:
+        """What quota says; an admitted job holds a reservation. Raises ApiError 503."""
+        async with self._budget("quota", policies.uses["quota"].use):
+            decision = await policies.quota.reserve(job, self._clock())
+        self._monitor.quota(job, decision)
+        return decision
+
+    @contextlib.asynccontextmanager
+    async def _budget(self, kind: str, name: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._budget_s):
+                yield
+        except ApiError:
+            raise
+        except PolicyUnavailableError as error:
+            raise self._closed(kind, name, error, error.retry_after_s) from None
+        except Exception as error:
+            raise self._closed(kind, name, error, 1.0) from error
+
+    def _closed(self, kind: str, name: str, cause: Exception, retry_after_s: float) -> ApiError:
+        self._monitor.fault(kind)
+        _log.error("policy_failed", kind=kind, policy=name, exception=log.describe(cause))
+        return unavailable(f"The {kind} service is not available. Retry later.", f"{kind}_unavailable", retry_after_s)
+
+
+def not_admitted(job: Job, decision: AdmissionDecision, dispatcher: Dispatcher) -> ApiError:
+    """429 of a busy queue, or 503 where nobody works it off."""
+    if not dispatcher.ready_for(job):
+        return no_worker(job.model)
+    reason = decision.reason or "not_admitted"
+    return shed("The queue has no room for this request now. Retry later.", reason, decision.retry_after_s)
+
+
+def over_quota(decision: QuotaDecision) -> ApiError:
+    """429 that passes later, or 400 for a request that never will."""
+    limit = decision.limit or "quota"
+    if decision.never:
+        text = decision.message or f"It costs {decision.cost}, which is more than the whole limit {limit}."
+        return bad_request(f"The request can never pass your tenant's limits. {text}", code=f"{limit}_exceeded")
+    return throttled(
+        f"Your tenant's limit {limit} is reached. Retry after the time in Retry-After.", limit, decision.retry_after_s
+    )
+
+
+def joined_headers(scope: Scope) -> dict[str, str]:
+    """Headers by lower-case name; repeated ones joined, so that two credentials are none."""
+    joined: dict[str, str] = {}
+    for name, value in scope["headers"]:
+        key, text = name.decode("latin-1"), value.decode("latin-1")
+        joined[key] = f"{joined[key]}, {text}" if key in joined else text
+    return joined

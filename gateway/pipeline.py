@@ -1,0 +1,381 @@
+"""The one place that states the order of a request.
+
+    authenticate → look up tenant → read, parse, validate → look up model → prepare → admission → quota reserve
+    → queue, route, dispatch → first token → stream or answer → settle
+
+Rules
+- A reservation that was asked for is settled exactly once, whatever await fails or is cancelled: ``_settle`` makes one
+  task of it, which nobody's cancellation reaches. It ends the ticket first, so that usage is what really ran.
+- Settling comes before the last byte: a caller that has its answer finds its slot free.
+- From the whole body on, the work runs beside a watch on the caller and under the total deadline; either ends it by
+  cancelling the work, wherever it waits.
+- Nothing is sent before the first output or the failure is known. Afterwards a failure is an error event inside the
+  stream; ``[DONE]`` is sent after success only.
+- Policies are asked through ``gatekeeper.py``, which fails closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from gateway import log
+from gateway import trace_attributes as attributes
+from gateway.choices import ChoiceDelta
+from gateway.dispatch import Dispatcher
+from gateway.errors import ApiError, bad_request, internal, timed_out
+from gateway.gatekeeper import Gatekeeper, joined_headers, not_admitted, over_quota
+from gateway.http import sse
+from gateway.http.middleware import read_body, request_id, send_error, watch_disconnect
+from gateway.http.openai import Format, collect
+from gateway.http.schemas import parse
+from gateway.intake import Intake, Prepared
+from gateway.models import Models
+from gateway.monitor import Monitor
+from gateway.report import Reporter
+from gateway.runtime import Runtime
+from gateway.settings import Timeouts
+from gateway.tenants import Tenants
+from gateway.ticket import Ticket
+from gateway.trace import Span, Station
+from gateway.visit import Endpoint, Reply, Visit, encode_json, rate_headers
+from policies.types import JobId, Principal, QuotaDecision, Transition, Usage
+
+_log = log.get("pipeline")
+
+CANCEL_GRACE_S = 0.25
+"""How long a settlement waits for the worker's last word on a request that was cut short."""
+WORK_END_S = 1.0
+"""How long cancelled work may take to notice."""
+FAREWELL_S = 1.0
+"""How long an error may take to be written to a caller that does not read."""
+BODY_S = 30.0
+
+
+class Pipeline:
+    """Runs requests. One per gateway; state of a request is in its ``Visit``."""
+
+    def __init__(
+        self,
+        *,
+        runtime: Runtime,
+        tenants: Tenants,
+        models: Models,
+        intake: Intake,
+        dispatchers: Mapping[str, Dispatcher],
+        gatekeeper: Gatekeeper,
+        reporter: Reporter,
+        monitor: Monitor,
+        timeouts: Timeouts,
+        max_body_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runtime = runtime
+        self._tenants = tenants
+        self._models = models
+        self._intake = intake
+        self._dispatchers = dispatchers
+        self._gatekeeper = gatekeeper
+        self._reporter = reporter
+        self._monitor = monitor
+        self._timeouts = timeouts
+        self._max_body_bytes = max_body_bytes
+        self._clock = clock
+        self._settling: set[asyncio.Task[None]] = set()
+
+    @property
+    def settling(self) -> int:
+        """Settlements that are on their way."""
+        return len(self._settling)
+
+    async def wait_settled(self) -> None:
+        """Return when no settlement is on its way."""
+        while self._settling:
+            await asyncio.wait(set(self._settling))
+
+    async def run(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, from its headers to its last byte. Raises only CancelledError."""
+        policies = self._runtime.current
+        visit = Visit(
+            endpoint,
+            scope,
+            receive,
+            Reply(send),
+            policies,
+            self._reporter.begin(endpoint.route, scope, policies.generation),
+            request_id(scope),
+            self._clock(),
+        )
+        try:
+            await self._guarded(visit)
+        finally:
+            await self._leave(visit)
+
+    async def _guarded(self, visit: Visit) -> None:
+        """Turn whatever ends the work into an outcome, and into an answer where somebody waits for one."""
+        try:
+            await self._serve(visit)
+        except ClientDisconnect:
+            if visit.delivered:  # it had everything and left before the formalities
+                visit.end("ok")
+            else:
+                visit.trace.event("client_disconnected")
+                visit.end("cancelled", "client_disconnected")
+            return
+        except ApiError as error:
+            refusal = error
+        except asyncio.CancelledError:
+            visit.end("cancelled", "server_stopping")
+            raise
+        except Exception as error:
+            _log.error("request_failed", request_id=visit.request_id, exception=log.describe(error))
+            refusal = internal()
+        else:
+            visit.end("ok")
+            return
+        visit.end(refusal.outcome, refusal.reason)
+        await self._refuse(visit, refusal)
+
+    # -- the order ------------------------------------------------------------------------------------------------
+
+    async def _serve(self, visit: Visit) -> None:
+        principal = visit.principal = await self._authenticated(visit)
+        visit.tenant = self._tenants.get(principal.tenant)
+        self._reporter.identify(visit, visit.tenant)
+        body = await self._body(visit)
+        await self._supervised(visit, body)
+
+    async def _work(self, visit: Visit, body: bytes) -> None:
+        """Everything from the parsed body on."""
+        assert visit.tenant is not None
+        request = visit.request = await parse(visit.endpoint.parse, body)
+        visit.model = self._models.get(request.model, visit.tenant)
+        visit.trace.tag(attributes.root(model=visit.model.name, stream=request.stream))
+        prepared = visit.prepared = await self._prepared(visit)
+        dispatcher = self._dispatchers[prepared.job.model]
+        self._admit(visit, prepared, dispatcher)
+        visit.decision = await self._reserved(visit, prepared)
+        ticket = visit.ticket = dispatcher.submit(prepared, stream=request.stream, trace=visit.trace)
+        await self._first_token(visit, ticket)
+        if request.stream:
+            await self._stream(visit, ticket)
+        else:
+            await self._answer(visit, ticket)
+        visit.trace.event("last_byte")
+
+    async def _authenticated(self, visit: Visit) -> Principal:
+        with _span(visit, "auth") as span:
+            principal = await self._gatekeeper.authenticate(visit.scope, visit.policies)
+            span.set(attributes.auth(principal))
+        return principal
+
+    async def _body(self, visit: Visit) -> bytes:
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await read_body(visit.receive, self._max_body_bytes)
+        except TimeoutError:
+            raise bad_request(
+                f"The body did not arrive within {BODY_S:.0f} seconds.", code="body_timeout", status=408
+            ) from None
+
+    async def _supervised(self, visit: Visit, body: bytes) -> None:
+        """Run the work until it ends, the caller leaves or the time is up. Raises ClientDisconnect, ApiError 504."""
+        work = asyncio.create_task(self._work(visit, body), name="request")
+        watch = asyncio.create_task(watch_disconnect(visit.receive), name="disconnect watch")
+        left = self._timeouts.total_s - (self._clock() - visit.arrived)
+        try:
+            await asyncio.wait({work, watch}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if watch.done():
+                raise ClientDisconnect
+            raise timed_out(f"The request took longer than {self._timeouts.total_s:g} seconds in all.", "total_timeout")
+        finally:
+            work.cancel()
+            watch.cancel()
+            await asyncio.wait({work, watch}, timeout=WORK_END_S)
+            _retrieve(work)
+            _retrieve(watch)
+
+    async def _prepared(self, visit: Visit) -> Prepared:
+        assert visit.principal is not None
+        assert visit.tenant is not None
+        assert visit.request is not None
+        assert visit.model is not None
+        with _span(visit, "tokenize") as span:
+            scope = visit.policies.cache_scope.scope(visit.principal, visit.tenant.epoch)
+            self._tenants.used(visit.tenant.id, scope.key)
+            prepared = await self._intake.prepare(
+                visit.request,
+                principal=visit.principal,
+                tenant=visit.tenant,
+                model=visit.model,
+                scope=scope,
+                job_id=JobId(secrets.token_hex(12)),
+                now=visit.arrived,
+                headers=joined_headers(visit.scope),
+            )
+            span.set(attributes.tokenized(prepared.prompt_tokens))
+        visit.trace.tag(attributes.root(job_id=prepared.job.id))
+        return prepared
+
+    def _admit(self, visit: Visit, prepared: Prepared, dispatcher: Dispatcher) -> None:
+        """Ask admission. Raises ApiError 429, or 503 where no worker is there."""
+        decision = self._gatekeeper.admission(prepared.job, visit.policies, dispatcher)
+        if not decision.admitted:
+            with _span(visit, "admission") as span:
+                span.set(attributes.admission(decision))
+                raise not_admitted(prepared.job, decision, dispatcher)
+
+    async def _reserved(self, visit: Visit, prepared: Prepared) -> QuotaDecision:
+        """Take quota. Raises ApiError 429, 400 for what could never pass, 503 for a policy that fails."""
+        with _span(visit, "quota reserve") as span:
+            visit.reserved = True
+            decision = await self._gatekeeper.reserve(prepared.job, visit.policies)
+            span.set(attributes.quota(decision))
+            if not decision.admitted:
+                visit.reserved = False
+                visit.decision = decision
+                raise over_quota(decision)
+        self._monitor.event(prepared.job, Transition.ADMITTED, self._clock())
+        return decision
+
+    async def _first_token(self, visit: Visit, ticket: Ticket) -> None:
+        left = self._timeouts.first_token_s - (self._clock() - visit.arrived)
+        try:
+            async with asyncio.timeout(max(0.0, left)):
+                await ticket.wait_first()
+        except TimeoutError:
+            raise timed_out(
+                f"No output within {self._timeouts.first_token_s:g} seconds.", "first_token_timeout"
+            ) from None
+
+    async def _stream(self, visit: Visit, ticket: Ticket) -> None:
+        answer = self._format(visit, ticket)
+        said: list[ChoiceDelta] = []
+        async for batch in ticket.batches():
+            data = b"".join(sse.event(chunk) for delta in batch for chunk in answer.chunks(delta))
+            if not data:
+                continue
+            if not visit.reply.begun:
+                await visit.reply.begin(200, {**sse.HEADERS, **self._headers(visit)})
+                visit.trace.event("first_byte")
+            await visit.reply.write(data)
+            said.extend(batch if visit.trace.captures_content else ())
+        visit.delivered = True
+        self._reporter.content(visit, said)
+        await self._settle(visit)
+        usage = sse.event(answer.usage_chunk(ticket.usage)) if ticket.prepared.include_usage else b""
+        await visit.reply.end(usage + sse.DONE)
+
+    async def _answer(self, visit: Visit, ticket: Ticket) -> None:
+        deltas = [delta async for batch in ticket.batches() for delta in batch]
+        answer = self._format(visit, ticket)
+        body = encode_json(answer.full(collect(deltas, ticket.choices), ticket.usage))
+        self._reporter.content(visit, deltas)
+        await self._settle(visit)
+        visit.trace.event("first_byte")
+        await visit.reply.whole(200, self._headers(visit), body)
+
+    # -- how it ends ----------------------------------------------------------------------------------------------
+
+    async def _refuse(self, visit: Visit, error: ApiError) -> None:
+        """Tell the caller, in-band when the answer has begun. What it holds is given back first."""
+        await self._settle(visit)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                if not visit.reply.begun:
+                    visit.reply.status = error.status
+                    await send_error(visit.reply.send, error, self._headers(visit))
+                elif not visit.reply.ended:
+                    await visit.reply.end(sse.error_event(error))
+
+    async def _settle(self, visit: Visit) -> None:
+        """Give back what is held. Once: later calls wait for the first. Cancelling the caller does not cancel it."""
+        if visit.settlement is None:
+            visit.settlement = asyncio.create_task(self._settlement(visit), name="settle")
+            self._settling.add(visit.settlement)
+            visit.settlement.add_done_callback(self._settling.discard)
+        await asyncio.shield(visit.settlement)
+
+    async def _settlement(self, visit: Visit) -> None:
+        """End the ticket, then the reservation. Never raises: a failure is logged and counted, the lease runs out."""
+        ticket, prepared = visit.ticket, visit.prepared
+        if ticket is not None and prepared is not None and not ticket.done:
+            dispatcher = self._dispatchers[prepared.job.model]
+            dispatcher.cancel(ticket, visit.reason or "ended_early")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CANCEL_GRACE_S):
+                    await ticket.wait_done()
+            dispatcher.abandon(ticket, visit.reason or "ended_early")
+        if prepared is None or not visit.reserved:
+            return
+        usage = ticket.usage if ticket is not None else Usage()
+        with _span(visit, "quota settle") as span:
+            try:
+                async with asyncio.timeout(self._timeouts.policy_s):
+                    figures = await self._runtime.settle(visit.policies.quota, prepared.job.id, usage, self._clock())
+                span.set(attributes.settled(usage, cast("int | None", figures.get("refunded"))))
+            except Exception as error:
+                span.fail("settle_failed")
+                self._monitor.fault("settle")
+                _log.error("settle_failed", request_id=visit.request_id, exception=log.describe(error))
+
+    async def _leave(self, visit: Visit) -> None:
+        """Settle whatever happened, then report. A cancellation that arrives meanwhile is passed on afterwards."""
+        cancelled: asyncio.CancelledError | None = None
+        while visit.settlement is None or not visit.settlement.done():
+            try:
+                await self._settle(visit)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        self._reporter.end(visit, self._dispatchers)
+        if cancelled is not None:
+            raise cancelled
+
+    # -- small parts ----------------------------------------------------------------------------------------------
+
+    def _headers(self, visit: Visit) -> dict[str, str]:
+        headers = rate_headers(visit.tenant, visit.decision, visit.policies.quota, self._clock())
+        return {**headers, **visit.prepared.headers()} if visit.prepared is not None else headers
+
+    def _format(self, visit: Visit, ticket: Ticket) -> Format:
+        assert visit.model is not None
+        prepared = ticket.prepared
+        return visit.endpoint.format(
+            job_id=prepared.job.id,
+            model=visit.model.name,
+            created=visit.created,
+            revision=visit.model.revision,
+            logprobs=prepared.generate.params.logprobs,
+            include_usage=prepared.include_usage,
+        )
+
+
+@contextlib.contextmanager
+def _span(visit: Visit, station: Station) -> Iterator[Span]:
+    """A station's span around a block; what ends the block early is its error."""
+    span = visit.trace.begin(station)
+    try:
+        yield span
+    except ApiError as error:
+        span.fail(error.reason or error.outcome)
+        raise
+    except Exception:
+        span.fail("internal")
+        raise
+    finally:
+        span.end()
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Look at how it ended, so that nobody warns of it; what matters of it was raised already."""
+    if task.done() and not task.cancelled():
+        task.exception()

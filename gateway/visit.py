@@ -1,0 +1,136 @@
+"""One request's visit: what is known of it so far, and the answer it is given. Written by the pipeline only."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import Outcome
+from gateway.http.openai import Format
+from gateway.http.schemas import ChatRequest, CompletionRequest
+from gateway.models import ModelHandle
+from gateway.runtime import PolicySet
+from gateway.tenants import EffectiveTenant
+from gateway.ticket import Ticket
+from gateway.trace import RequestTrace
+from policies.spi import QuotaView
+from policies.types import LimitState, Principal, QuotaDecision
+
+if TYPE_CHECKING:
+    from gateway.intake import Prepared
+
+AnyRequest = ChatRequest | CompletionRequest
+encode_json = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One inference endpoint of the API."""
+
+    route: str
+    operation: Literal["chat", "text_completion"]
+    """``gen_ai.operation.name``."""
+    parse: Callable[[bytes], AnyRequest]
+    format: type[Format]
+
+
+class Reply:
+    """The answer: begun once, ended once. ``status`` is what the client was sent, None while nothing was."""
+
+    def __init__(self, send: Send) -> None:
+        self.send = send
+        """For an answer that somebody else makes; set ``status`` with it."""
+        self.status: int | None = None
+        self.ended = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether a status went out: from then on an error can only be told in-band."""
+        return self.status is not None
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send status and headers."""
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        self.status = status
+        await self.send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def write(self, data: bytes) -> None:
+        """Send a part of the body; waits while the client reads more slowly than this."""
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        """Send the last part."""
+        self.ended = True
+        await self.send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Send an answer in one piece."""
+        await self.begin(status, {"content-type": "application/json", "content-length": str(len(body)), **headers})
+        await self.end(body)
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One request from its headers to its settlement."""
+
+    endpoint: Endpoint
+    scope: Scope
+    receive: Receive
+    reply: Reply
+    policies: PolicySet
+    """Those it began with."""
+    trace: RequestTrace
+    request_id: str
+    arrived: float
+    created: int = field(default_factory=lambda: int(time.time()))
+    principal: Principal | None = None
+    tenant: EffectiveTenant | None = None
+    request: AnyRequest | None = None
+    model: ModelHandle | None = None
+    prepared: Prepared | None = None
+    decision: QuotaDecision | None = None
+    reserved: bool = False
+    """A reservation was asked for and not refused: it has to be settled, whatever became of the asking."""
+    ticket: Ticket | None = None
+    settlement: asyncio.Task[None] | None = None
+    delivered: bool = False
+    """A stream whose last word went out."""
+    outcome: Outcome = "error"
+    reason: str | None = None
+
+    def end(self, outcome: Outcome, reason: str | None = None) -> None:
+        """What came of it."""
+        self.outcome = outcome
+        self.reason = reason
+
+
+def rate_headers(
+    tenant: EffectiveTenant | None, decision: QuotaDecision | None, quota: object, now: float
+) -> dict[str, str]:
+    """``x-ratelimit-*`` of a known tenant: as its reservation left them, else as they are; nothing where unlimited."""
+    if tenant is None:
+        return {}
+    states: Mapping[str, LimitState] = decision.remaining if decision is not None else {}
+    if not states:
+        kept = quota.remaining(tenant.id, now) if isinstance(quota, QuotaView) else {}
+        states = {**_full(tenant), **kept} if isinstance(quota, QuotaView) else kept
+    headers = {}
+    for name in ("requests", "tokens"):
+        state = states.get(name)
+        if state is not None:
+            headers[f"x-ratelimit-limit-{name}"] = str(state.limit)
+            headers[f"x-ratelimit-remaining-{name}"] = str(max(0, state.remaining))
+            headers[f"x-ratelimit-reset-{name}"] = f"{max(0.0, state.reset_s):.3f}s"
+    return headers
+
+
+def _full(tenant: EffectiveTenant) -> dict[str, LimitState]:
+    """The limits of a tenant of which the quota policy keeps nothing: it has used nothing lately."""
+    limits = {"requests": tenant.limits.requests_per_minute, "tokens": tenant.limits.tokens_per_minute}
+    return {name: LimitState(limit, limit, 0.0) for name, limit in limits.items() if limit is not None}
