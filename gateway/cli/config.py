@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 @group.command()
 def check(config: Annotated[str, typer.Argument(help="The file, or the name of a shipped one.")]) -> None:
-    """Check a configuration; exit 1 and every mistake with its path in the file."""
+    """Name every mistake of a configuration, with its path; exit 1 if there is one."""
     from gateway.cli.loading import load_config
 
     say(f"{load_config(config).path}: no mistakes.")

@@ -19,7 +19,10 @@ def doctor(
     config: Annotated[Path | None, typer.Option("--config", help="Configuration; the demo by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Show versions, devices, compiler, model files, ports and who owns the import names. Exit 1 if something fails."""
+    """Look for what would keep Forebay from starting.
+
+    Shows versions, devices, compiler, model files, ports, and who owns the import names; exit 1 if something fails.
+    """
     import json
     import sys
     from dataclasses import asdict

@@ -33,7 +33,10 @@ def pull(
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="Pull every model this configuration names.")] = None,
 ) -> None:
-    """Fetch a model once, check its sha256 and unpack it into the cache; without arguments the bundled one."""
+    """Fetch, check and unpack model files.
+
+    Without arguments the bundled model. What is there already takes no time.
+    """
     from workers.model_store import ModelStoreError, resolve
 
     wanted: list[tuple[str, Path]] = [(source, Path.cwd()) for source in sources or []]

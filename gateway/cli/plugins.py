@@ -21,7 +21,10 @@ def plugins(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Show what is registered, from where; installed plugins that the configuration does not name are listed too."""
+    """Show what is registered, and from where.
+
+    Plugins that are installed but not named in the configuration are listed as such.
+    """
     import json
 
     from policies.manager import PluginError, installed_plugins, make_manager

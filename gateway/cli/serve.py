@@ -35,7 +35,10 @@ def serve(
     ] = False,
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Start the gateway and the workers of a configuration; Ctrl-C or SIGTERM lets running requests finish."""
+    """Start the gateway and its workers.
+
+    Ctrl-C or SIGTERM lets running requests finish and exits with 0; a second Ctrl-C ends it at once.
+    """
     from gateway.cli.loading import load_config
 
     loaded = load_config(config)

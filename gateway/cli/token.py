@@ -27,9 +27,9 @@ def token(
     user: Annotated[str | None, typer.Option("--user", help="Put this user into the `sub` claim.")] = None,
     ttl: Annotated[int, typer.Option("--ttl", min=1, help="Seconds until it expires.")] = DEFAULT_TTL_S,
 ) -> None:
-    """Print a token (and nothing else) for a tenant: audience, issuer and claim come from the configuration.
+    """Print a token for a tenant, and nothing else.
 
-    The key is the one in the variable the configuration names (FOREBAY_JWT_KEY), or this machine's development key.
+    Audience, issuer and claim come from the configuration. The key is the one in the variable the configuration names (FOREBAY_JWT_KEY), or this machine's development key.
     """
     from gateway.cli.devkey import find_key, jwt_settings
     from gateway.cli.loading import load_config

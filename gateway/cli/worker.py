@@ -14,7 +14,10 @@ def register(app: typer.Typer) -> None:
 
 
 def worker(context: typer.Context) -> None:
-    """Run one worker: loads a model and serves it to a gateway. `forebay worker --help` lists its options."""
+    """Run one worker by hand.
+
+    It loads a model and serves it to a gateway whose pool has launch: {use: static}.
+    """
     from workers.main import main
 
     raise typer.Exit(main(context.args))
