@@ -29,7 +29,8 @@ def token(
 ) -> None:
     """Print a token for a tenant, and nothing else.
 
-    Audience, issuer and claim come from the configuration. The key is the one in the variable the configuration names (FOREBAY_JWT_KEY), or this machine's development key.
+    Audience, issuer and claim come from the configuration. The key is the one in the variable it names
+    (FOREBAY_JWT_KEY), or this machine's development key.
     """
     from gateway.cli.devkey import find_key, jwt_settings
     from gateway.cli.loading import load_config
