@@ -61,13 +61,15 @@ class Pool:
         *,
         options: SlotOptions | None = None,
         tokenizer_sha256: Callable[[], str | None] = lambda: None,
-        telemetry: Mapping[str, object] | None = None,
+        base_dir: str = ".",
+        worker_env: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
         """``source``: what the workers load. ``tokenizer_sha256``: the gateway's, once known; workers must have it too.
 
-        ``telemetry``: the YAML's block as plain values, for the workers.
+        ``base_dir``: the YAML's folder. ``worker_env``: added to the environment of workers that are started here
+        (``workers.collector.worker_environment``).
         """
         self.model = model
         self.name = config.name
@@ -83,7 +85,8 @@ class Pool:
                     model=model,
                     source=source,
                     engine=config.engine,
-                    telemetry=dict(telemetry or {}),
+                    base_dir=base_dir,
+                    env=dict(worker_env or {}),
                 ),
                 launcher,
                 _Notifying(listener, self._changed),

@@ -171,7 +171,7 @@ class WorkerHandle:
         self._progress_at = clock()
         self._hot: frozenset[PrefixKey] = frozenset()
         self._hot_source: list[bytes] = []
-        self._purges: dict[str, asyncio.Future[Purged]] = {}
+        self._purges: dict[str, tuple[asyncio.Future[Purged], Callable[[Purged], None] | None]] = {}
 
     # -- for the dispatcher ---------------------------------------------------------------------------------------
 
@@ -242,17 +242,25 @@ class WorkerHandle:
         if isinstance(message, Generate):
             self._track(message)
 
-    async def purge(self, scopes: list[bytes], timeout_s: float = 10.0) -> Purged:
-        """Have the cached blocks of ``scopes`` zeroed. Raises WorkerGoneError, TimeoutError."""
+    async def purge(
+        self, scopes: list[bytes], timeout_s: float = 10.0, on_complete: Callable[[Purged], None] | None = None
+    ) -> Purged:
+        """Have the cached blocks of ``scopes`` zeroed. Raises WorkerGoneError, TimeoutError.
+
+        Returns the worker's first receipt. Where that has ``pending`` blocks (still in use), ``on_complete`` is called
+        once with the last receipt, unless the worker is lost before (then its cache is gone anyway).
+        """
         request_id = secrets.token_hex(8)
         future: asyncio.Future[Purged] = asyncio.get_running_loop().create_future()
-        self._purges[request_id] = future
+        self._purges[request_id] = (future, on_complete)
         try:
             self.send(Purge(id=request_id, scopes=scopes))
             async with asyncio.timeout(timeout_s):
-                return await future
-        finally:
+                receipt = await future
+        except BaseException:
             self._purges.pop(request_id, None)
+            raise
+        return receipt
 
     # -- for the pool ---------------------------------------------------------------------------------------------
 
@@ -282,9 +290,15 @@ class WorkerHandle:
 
     def purged(self, receipt: Purged) -> None:
         """A purge was answered. An answer nobody waits for any more is ignored."""
-        future = self._purges.get(receipt.id)
-        if future is not None and not future.done():
+        future, on_complete = self._purges.get(receipt.id, (None, None))
+        if future is None:
+            return
+        if receipt.pending == 0 or on_complete is None:
+            del self._purges[receipt.id]
+        if not future.done():
             future.set_result(receipt)
+        elif receipt.pending == 0 and on_complete is not None:
+            on_complete(receipt)
 
     def draining(self) -> None:
         """Send it no new requests."""
@@ -306,9 +320,10 @@ class WorkerHandle:
         )
         self._requests.clear()
         self._sequences = self._owed = self._promised = 0
-        for future in self._purges.values():
+        for future, _ in self._purges.values():
             if not future.done():
                 future.set_exception(WorkerGoneError(f"worker {self.name} was lost: {loss.kind}"))
+        self._purges.clear()
         return self.loss
 
     # -- inside ---------------------------------------------------------------------------------------------------

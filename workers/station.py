@@ -1,0 +1,204 @@
+"""A worker at work: the stream, the engine and its figures, tied together. No torch: the runner is handed in.
+
+Rules
+- The stream's messages go straight into the engine's mailbox; what the engine says goes straight into the stream's
+  outbox. Nothing here waits for either.
+- The port is open before the model is loaded; ``serve`` makes Hello come.
+- A drain ends by itself: no new work, running work finishes, the unsent is sent, the stream ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from workers.config import EngineConfig
+from workers.engine.loop import Engine
+from workers.engine.plan import Runner
+from workers.engine.record import SequenceRecord, StepRecord
+from workers.log import get
+from workers.metrics import Sources, WorkerMetrics
+from workers.protocol import PROTOCOL, Down, Drain, Hello, Keep, StepOutputs, WorkerStats
+from workers.rpc import WorkerServer
+from workers.tracing import WorkerTelemetry
+from workers.tracing import setup as setup_tracing
+
+log = get("worker")
+
+SWEEP_S = 1.0
+ENGINE_STOP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that is ready to run, and what is told about it."""
+
+    runner: Runner
+    blocks: int
+    max_context: int
+    revision: str
+    tokenizer_sha256: str
+    eos_ids: frozenset[int]
+    vocab_size: int | None = None
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    versions: Mapping[str, str] = field(default_factory=dict)
+    memory: Callable[[], Mapping[str, int]] = dict
+    """Bytes by kind, for the metrics."""
+
+
+class Station:
+    """One worker. Belongs to the event loop, but for the callbacks that the engine thread makes."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        secret: str | None,
+        name: str,
+        model: str,
+        config: EngineConfig,
+        metrics_host: str = "127.0.0.1",
+        metrics_port: int = 0,
+        env: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Raises ValueError where the port would be open to anybody."""
+        self.server = WorkerServer(address, self._deliver, secret=secret)
+        self.name = name
+        self.model = model
+        self.drained = asyncio.Event()
+        """Set when a drain (asked for by ``drain`` or by the gateway) is over."""
+        self.failed = asyncio.Event()
+        """Set when the engine is lost."""
+        self._config = config
+        self._metrics_address = (metrics_host, metrics_port)
+        self._env = env
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine: Engine | None = None
+        self._stats = WorkerStats()
+        self._metrics: WorkerMetrics | None = None
+        self._stop_metrics: Callable[[], None] | None = None
+        self._tracing: WorkerTelemetry | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Listen; gateways wait for their Hello. Raises OSError."""
+        self._loop = asyncio.get_running_loop()
+        await self.server.start()
+
+    def serve(self, model: ServedModel) -> Hello:
+        """Start the engine and greet. Returns what was said. Raises ValueError for a wrong ``OTEL_*`` variable."""
+        self._metrics = WorkerMetrics(Sources(lambda: self._stats, memory=model.memory), versions=model.versions)
+        self._tracing = setup_tracing(
+            model=self.model, worker=self.name, metrics=self._metrics, versions=model.versions, env=self._env
+        )
+        port, self._stop_metrics = self._metrics.serve(*self._metrics_address)
+        self._engine = Engine(
+            self._config,
+            model.runner,
+            blocks=model.blocks,
+            max_context=model.max_context,
+            revision=model.revision,
+            eos_ids=model.eos_ids,
+            vocab_size=model.vocab_size,
+            on_outputs=self._publish,
+            on_purged=self.server.purged,
+            on_step=self._step,
+            on_record=self._record,
+            on_drained=self._from_engine(self.drained.set),
+            on_fatal=lambda error: self._from_engine(self.failed.set)(),
+        )
+        self._engine.start()
+        self._sweeper = asyncio.create_task(self._sweep())
+        hello = Hello(
+            protocol=PROTOCOL,
+            worker=self.name,
+            model=self.model,
+            model_revision=model.revision,
+            tokenizer_sha256=model.tokenizer_sha256,
+            block_size=self._config.block_size,
+            blocks=model.blocks,
+            max_running=self._config.max_running,
+            max_context=model.max_context,
+            pid=os.getpid(),
+            metrics_port=port,
+            device=model.device,
+            dtype=model.dtype,
+            weight_bytes=model.weight_bytes,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            versions=dict(model.versions),
+        )
+        self.server.ready(hello)
+        return hello
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Finish what runs, refuse what comes. False when ``timeout_s`` was not enough."""
+        if self._engine is None:
+            return True
+        self._engine.submit(Drain())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.drained.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Send what is unsent, end the stream, the engine and the ports."""
+        await self.server.end_session(2.0)
+        await self.server.stop()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+        for stop in (self._stop_engine, self._stop_metrics, self._tracing.shutdown if self._tracing else None):
+            if stop is not None:
+                await asyncio.to_thread(stop)
+
+    def _deliver(self, message: Down) -> None:
+        if isinstance(message, Keep):
+            if self._tracing is not None:
+                self._tracing.keep(message.id, message.keep)
+        elif self._engine is not None:
+            self._engine.submit(message)
+
+    def _publish(self, outputs: StepOutputs) -> None:
+        self._stats = outputs.stats
+        self.server.publish(outputs)
+
+    def _step(self, record: StepRecord) -> None:
+        if self._metrics is not None and self._tracing is not None:
+            self._metrics.step(record)
+            self._tracing.step(record)
+
+    def _record(self, record: SequenceRecord) -> None:
+        if self._tracing is not None:
+            self._tracing.record(record)
+
+    def _from_engine(self, call: Callable[[], None]) -> Callable[[], None]:
+        """``call``, made on the event loop from the engine thread."""
+
+        def make() -> None:
+            if self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                    self._loop.call_soon_threadsafe(call)
+
+        return make
+
+    def _stop_engine(self) -> None:
+        if self._engine is not None:
+            try:
+                self._engine.stop(ENGINE_STOP_S)
+            except TimeoutError:
+                log.warning("engine_did_not_stop", after_s=ENGINE_STOP_S)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            if self._tracing is not None:
+                self._tracing.sweep()
