@@ -33,12 +33,13 @@ struct FbModel {
 };
 
 struct FbStep {
-  int rows, chunks, samples, table_width;
-  const int *tokens, *positions, *slots;     // [rows]
-  const int *first, *count;                  // [chunks] rows of each sequence
-  const int* tables;                         // [chunks][table_width]
-  const int* sample_rows;                    // [samples]
-  float* logits;                             // [samples][head.n]
+  int rows, chunks, samples, vocab;
+  const int *tokens, *positions, *slots;  // [rows]
+  const int *first, *count, *table;       // [chunks] first row, rows, and where in `blocks` the block table starts
+  const int* blocks;                      // all block tables, one after the other
+  const int* sample_rows;                 // [samples]
+  float* logits;                          // [samples][head.n]
+  int* best;                              // [samples] the token with the highest logit, the first of equals
 };
 }
 
@@ -236,7 +237,7 @@ struct Impl final : Engine {
       if (start > from) from += (start - from) / kGroup * kGroup;
       if (from > to) from = to;
     }
-    tile.run((const T*)l.cache, s.tables + long(task.chunk) * s.table_width, m.block_size / kLanes, m.kv_heads, task.head, D,
+    tile.run((const T*)l.cache, s.blocks + s.table[task.chunk], m.block_size / kLanes, m.kv_heads, task.head, D,
              m.scale, l.window, m.softcap, from, to);
     for (int j = 0; j < tile.n; j++) {
       if (task.splits == 1) {
@@ -302,13 +303,18 @@ struct Impl final : Engine {
         }))
       return;
     if (!s.samples || !panels<kStore>(walk, m.head, xb.data(), s.samples, s.logits, m.head.n)) return;
+    walk.each(s.samples, [&](int i) { finish(s, s.logits + i * m.head.n, s.best + i); });
+  }
+
+  void finish(const FbStep& s, float* logits, int* best) const {
     if (m.logit_softcap > 0)
-      rows(walk, s.samples, [&](long i) {
-        for (long c = 0; c < m.head.n; c++) {
-          float& v = s.logits[i * m.head.n + c];
-          v = m.logit_softcap * std::tanh(v / m.logit_softcap);
-        }
-      });
+      for (int c = 0; c < s.vocab; c++) logits[c] = m.logit_softcap * std::tanh(logits[c] / m.logit_softcap);
+    V top = set1(-INFINITY);
+    int c = 0;
+    for (; c + 16 <= s.vocab; c += 16) top = max(load(logits + c), top);  // a NaN on the left never wins
+    float highest = hmax(top);
+    for (; c < s.vocab; c++) highest = logits[c] > highest ? logits[c] : highest;
+    for (*best = 0; *best + 1 < s.vocab && logits[*best] != highest;) ++*best;
   }
 
   void step(const FbStep& s) override {

@@ -1,0 +1,246 @@
+"""A decoder held by the kernel: packs the weights, owns the cache tensor, runs steps. One engine thread calls it.
+
+Rules
+- Every tensor whose address the kernel holds is referenced here until the handle is destroyed.
+- Results are those of ``step.cpp``: independent of batch, chunking and thread count, bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from workers.model import rope
+from workers.model.config import ModelConfig
+from workers.model.kv_cache import KvCacheSizeError
+from workers.model.native import pack
+from workers.model.native.abi import Layer, Linear, Model, Step, make
+from workers.model.native.build import NativeUnavailableError, load
+from workers.model.weights import Weights
+
+MAX_HEAD_DIM = 256
+
+
+def unsupported(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernel cannot run this, or None. Names the figure that stands in the way."""
+    checks = (
+        (device.type == "cpu", f"device {device} is not a CPU"),
+        (dtype in (torch.float32, torch.bfloat16), f"dtype {dtype} is neither float32 nor bfloat16"),
+        (block_size % pack.LANES == 0, f"engine.block_size={block_size} is not a multiple of {pack.LANES}"),
+        (config.hidden % pack.PANEL == 0, f"hidden_size={config.hidden} is not a multiple of {pack.PANEL}"),
+        (config.intermediate % pack.LANES == 0, f"intermediate_size={config.intermediate} is not a multiple of 16"),
+        (config.head_dim % 16 == 0, f"head_dim={config.head_dim} is not a multiple of 16"),
+        (config.head_dim <= MAX_HEAD_DIM, f"head_dim={config.head_dim} is over {MAX_HEAD_DIM}"),
+    )
+    return next((reason for fine, reason in checks if not fine), None)
+
+
+class NativeCache:
+    """Keys and values: ``[layers, blocks, bytes of a block]``, a block being whole sub-blocks of 16 tokens."""
+
+    def __init__(self, config: ModelConfig, blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        """Allocate, zeroed. Raises KvCacheSizeError when the memory is not there."""
+        self.blocks, self.block_size = blocks, block_size
+        self.bytes_per_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+        per_block = 2 * config.kv_heads * config.head_dim * block_size
+        try:
+            flat = pack.buffer(config.layers * blocks * per_block, dtype)
+        except (OSError, ValueError, OverflowError) as error:
+            raise KvCacheSizeError(
+                f"{blocks} blocks of keys and values ({blocks * block_size * self.bytes_per_token} bytes) do not fit "
+                "in memory; lower engine.kv_cache or engine.blocks"
+            ) from error
+        self.data = flat.view(config.layers, blocks, per_block)
+
+    def zero(self, blocks: list[int]) -> None:
+        """Overwrite blocks with zeros in every layer."""
+        if blocks:
+            self.data[:, torch.tensor(blocks)] = 0
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks (source, destination) in every layer; all sources are read before any destination is written."""
+        if pairs:
+            sources, targets = torch.tensor(pairs).unbind(1)
+            self.data[:, targets] = self.data[:, sources]
+
+
+@dataclass(slots=True)
+class Rows:
+    """One step laid out flat; every array is int32."""
+
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    positions: array[int] = field(default_factory=lambda: array("i"))
+    slots: array[int] = field(default_factory=lambda: array("i"))
+    first: array[int] = field(default_factory=lambda: array("i"))
+    count: array[int] = field(default_factory=lambda: array("i"))
+    table: array[int] = field(default_factory=lambda: array("i"))
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    sample_rows: array[int] = field(default_factory=lambda: array("i"))
+
+
+class NativeDecoder:
+    """The whole decoder in one call per step. Raises NativeUnavailableError or, for a wrong weight, ModelStoreError."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        max_context: int,
+        cache: NativeCache,
+        dtype: torch.dtype,
+        threads: int,
+    ) -> None:
+        reason = unsupported(config, cache.block_size, dtype, torch.device("cpu"))
+        if reason:
+            raise NativeUnavailableError(reason)
+        self._lib = load()
+        self.isa = self._lib.fb_isa().decode()
+        self.config, self._threads = config, threads
+        self.rows_computed = 0
+        """Rows that went through the linears since the start: exactly the planned tokens."""
+        self._kept: list[object] = [cache]
+        self._bytes = 0
+        self._rope = [self._keep(part.contiguous()) for part in rope.table(config.rope, config.head_dim, max_context)]
+        self._layers = (Layer * config.layers)()
+        for index in range(config.layers):
+            self._layers[index] = self._layer(index, weights, cache.data[index])
+        hidden = config.hidden
+        embed = self._packed(weights.take("model.embed_tokens.weight", (config.vocab, hidden)), hidden)
+        norm = self._vector(weights.take("model.norm.weight", (hidden,)))
+        head = embed if config.tied else self._packed(weights.take("lm_head.weight", (config.vocab, hidden)), hidden)
+        self._head_width = int(head.n)
+        self._model = make(
+            Model,
+            {
+                "bf16": int(dtype == torch.bfloat16),
+                "layers": config.layers,
+                "hidden": hidden,
+                "heads": config.heads,
+                "kv_heads": config.kv_heads,
+                "head_dim": config.head_dim,
+                "ffn": config.intermediate,
+                "rotary": config.head_dim,
+                "block_size": cache.block_size,
+                "gelu": 0,
+                "max_rows": 0,
+                "max_samples": 0,
+                "eps": config.rms_eps,
+                "scale": config.head_dim**-0.5,
+                "softcap": 0.0,
+                "embed_scale": 1.0,
+                "logit_softcap": 0.0,
+                "reserved": 0,
+                "norm": norm,
+                "embed": embed,
+                "head": head,
+                "layer": self._layers,
+            },
+        )
+        self._handle: int | None = None
+        self._logits = torch.empty(0)
+        self._best: array[int] = array("i")
+
+    def forward(self, rows: Rows) -> tuple[Tensor, array[int]]:
+        """fp32 logits [samples, vocab] (valid until the next call) and each one's most likely token."""
+        count, samples = len(rows.tokens), len(rows.sample_rows)
+        self._grow(count, samples)
+        assert self._handle is not None
+        arrays = {name: getattr(rows, name).buffer_info()[0] for name in Rows.__slots__}
+        step = make(
+            Step,
+            {
+                "rows": count,
+                "chunks": len(rows.first),
+                "samples": samples,
+                "vocab": self.config.vocab,
+                "logits": self._logits.data_ptr(),
+                "best": self._best.buffer_info()[0],
+                **arrays,
+            },
+        )
+        if self._lib.fb_step(self._handle, ctypes.addressof(step)):
+            raise ValueError(f"a step of {count} rows and {samples} samples exceeds what the kernel was made for")
+        self.rows_computed += count
+        return self._logits[:samples, : self.config.vocab], self._best[:samples]
+
+    def weight_bytes(self) -> int:
+        """Bytes of all packed weights; a tied head counts once."""
+        return self._bytes
+
+    def close(self) -> None:
+        """End the kernel's threads and free its buffers; idempotent."""
+        if self._handle is not None:
+            self._lib.fb_destroy(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()
+
+    def _grow(self, rows: int, samples: int) -> None:
+        model = self._model
+        if self._handle is not None and rows <= model.max_rows and samples <= model.max_samples:
+            return
+        self.close()
+        model.max_rows = max(model.max_rows, rows, 64)
+        model.max_samples = max(model.max_samples, samples, 16)
+        self._logits = torch.empty(model.max_samples, self._head_width)
+        self._best = array("i", bytes(4 * model.max_samples))
+        self._handle = self._lib.fb_create(ctypes.addressof(model), self._threads)
+
+    def _layer(self, index: int, weights: Weights, cache: Tensor) -> Layer:
+        config, prefix = self.config, f"model.layers.{index}."
+        hidden, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+
+        def take(name: str, *shape: int) -> Tensor:
+            return weights.take(f"{prefix}{name}.weight", shape)
+
+        qkv = torch.cat(
+            [
+                take("self_attn.q_proj", query, hidden),
+                take("self_attn.k_proj", key, hidden),
+                take("self_attn.v_proj", key, hidden),
+            ]
+        )
+        gate_up = pack.gated(
+            take("mlp.gate_proj", config.intermediate, hidden), take("mlp.up_proj", config.intermediate, hidden)
+        )
+        layer: Layer = make(
+            Layer,
+            {
+                "attn_norm": self._vector(take("input_layernorm", hidden)),
+                "q_norm": None,
+                "k_norm": None,
+                "post_attn_norm": None,
+                "ffn_norm": self._vector(take("post_attention_layernorm", hidden)),
+                "post_ffn_norm": None,
+                "qkv": self._packed(qkv, hidden),
+                "o": self._packed(take("self_attn.o_proj", hidden, query), query),
+                "gate_up": self._packed(gate_up, hidden),
+                "down": self._packed(take("mlp.down_proj", hidden, config.intermediate), config.intermediate),
+                "cache": cache.data_ptr(),
+                "cos": self._rope[0],
+                "sin": self._rope[1],
+                "window": 0,
+                "reserved": 0,
+            },
+        )
+        return layer
+
+    def _packed(self, weight: Tensor, k: int) -> Linear:
+        packed = pack.panels(weight)
+        self._kept.append(packed)
+        self._bytes += packed.nbytes
+        return pack.linear(packed, k)
+
+    def _vector(self, weight: Tensor) -> int:
+        self._bytes += weight.numel() * 4
+        return self._keep(weight.float().contiguous())
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()

@@ -1,0 +1,82 @@
+"""``workers.engine.plan.Runner`` over the kernel: lay the plan out as int32 arrays, one call, sample."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.engine.plan import Sampled, StepPlan, StepResult
+from workers.engine.sequence import Sequence
+from workers.model.native.decoder import NativeCache, NativeDecoder, Rows
+from workers.model.sampler import sample
+
+
+class NativeRunner:
+    """Runs plans on the CPU kernel."""
+
+    def __init__(self, decoder: NativeDecoder, cache: NativeCache) -> None:
+        self.decoder, self.cache = decoder, cache
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Zero, copy, compute, sample, in this order. Raises ValueError for a plan that does not fit its sequences."""
+        self.cache.zero(plan.zero)
+        self.cache.copy(plan.copies)
+        if not plan.chunks:
+            return StepResult([])
+        rows, samplers, own = layout(plan, self.cache.block_size)
+        logits, best = self.decoder.forward(rows)
+        if all(map(_greedy, samplers)):
+            return StepResult([Sampled([best[row]]) for row in own])
+        return StepResult(sample(logits[torch.tensor(own)] if len(own) != len(logits) else logits, samplers))
+
+    def zero_blocks(self, blocks: list[int]) -> None:
+        """Overwrite the keys and values of ``blocks`` with zeros, at once."""
+        with torch.inference_mode():
+            self.cache.zero(blocks)
+
+
+def _greedy(sequence: Sequence) -> bool:
+    """True when the most likely token is the answer, whatever else the sampler could do."""
+    params = sequence.params
+    return (
+        params.temperature == 0
+        and params.logprobs is None
+        and not params.logit_bias
+        and params.presence_penalty == 0
+        and params.frequency_penalty == 0
+        and sequence.output_len >= params.min_tokens
+    )
+
+
+def layout(plan: StepPlan, size: int) -> tuple[Rows, list[Sequence], list[int]]:
+    """The plan's chunks one after the other, its samplers, and each sampler's index among the rows that sample."""
+    rows = Rows()
+    samplers: list[Sequence] = []
+    own: list[int] = []
+    for chunk in plan.chunks:
+        sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
+        blocks = sequence.blocks
+        if end > len(sequence.tokens) or end > len(blocks) * size or chunk.count < 1:
+            raise ValueError(
+                f"chunk [{start}, {end}) does not fit sequence {sequence.id!r}: {len(sequence.tokens)} tokens, "
+                f"{len(blocks)} blocks of {size}"
+            )
+        rows.first.append(len(rows.tokens))
+        rows.count.append(chunk.count)
+        rows.table.append(len(rows.blocks))
+        rows.blocks.extend(blocks)
+        if chunk.count == 1:
+            rows.tokens.append(sequence.tokens[start])
+            rows.positions.append(start)
+            rows.slots.append(blocks[start // size] * size + start % size)
+        else:
+            rows.tokens.extend(sequence.tokens[start:end])
+            rows.positions.extend(range(start, end))
+            for block in range(start // size, -(-end // size)):
+                base = (blocks[block] - block) * size
+                rows.slots.extend(range(base + max(start, block * size), base + min(end, (block + 1) * size)))
+        if chunk.samplers:
+            samplers += chunk.samplers
+            own += [len(rows.sample_rows)] * len(chunk.samplers)
+            rows.sample_rows.append(len(rows.tokens) - 1)
+    return rows, samplers, own
