@@ -74,6 +74,8 @@ class Metrics:
         self._routes = new("route_decisions", "Dispatches.", "worker", "reason")
         self._disconnects = new("client_disconnects", "Clients that left before their answer was complete.")
         self._source_errors = new("gauge_source_errors", "Gauge sources that failed during a scrape.")
+        self._faults = new("isolated_faults", "Failures of a part that the request path went on without.", "part")
+        self._stale = new("stale_worker_dispatches", "Dispatches without fresh figures of the worker.", "worker")
         self._spans_exported = new("spans_exported", "Spans the collector took.")
         self._spans_dropped = new("spans_dropped", "Spans lost on the way to the collector.", "reason")
         self._queue_wait = self._histogram("queue_wait_seconds", "From entry to dispatch.", _SECONDS)
@@ -155,6 +157,14 @@ class Metrics:
     def client_disconnected(self) -> None:
         """Count a client that left before its answer was complete."""
         self._disconnects.inc()
+
+    def fault(self, part: str) -> None:
+        """Count a failure of an isolated part: a policy, an observer, a settlement."""
+        self._faults.labels(self._reasons.label(part)).inc()
+
+    def stale_dispatch(self, worker: str) -> None:
+        """Count a dispatch that was gated by the in-flight count alone, since the worker's figures are too old."""
+        self._stale.labels(self._workers.label(worker)).inc()
 
     def policy_timer(self, policy: str) -> Callable[[float], None]:
         """The ``observe(seconds)`` of one policy (``scheduling/vtc``)."""
