@@ -278,7 +278,6 @@ class Dispatcher:
         if room.stale:
             self._report_stale(handle)
         room.take(job, ticket.choices, suspect=ticket.suspect)
-        self._desk.monitor.waited(job, dispatch.waited_s)
         self._desk.monitor.routed(decision)
         self._desk.monitor.event(job, Transition.DISPATCHED, now, worker=handle.name)
 

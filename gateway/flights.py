@@ -9,7 +9,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.choices import ChoiceStream
 from gateway.gate import Load, Room
@@ -30,7 +30,8 @@ class Flight:
     open: set[int]
     """Choices of which the worker has not yet reported the end."""
     load: Load
-    last_token_at: float | None = None
+    last_token_at: dict[int, float] = field(default_factory=dict)
+    """By choice."""
 
     @property
     def produced(self) -> int:

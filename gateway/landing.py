@@ -100,7 +100,7 @@ class Landing:
         if charge.total:
             self._desk.charge(ticket, charge, now)
         if delta.billed:
-            self._produced(flight, delta.billed, now)
+            self._produced(flight, output.index, delta.billed, now)
         if delta.error is not None or (delta.finish == "cancelled" and not ticket.cancelled):
             self._failed(flight, delta.error or "cancelled", now)
             return
@@ -115,11 +115,12 @@ class Landing:
             self._desk.stop(flight)
             self._desk.end(ticket, None, now)
 
-    def _produced(self, flight: Flight, tokens: int, now: float) -> None:
+    def _produced(self, flight: Flight, index: int, tokens: int, now: float) -> None:
         ticket = flight.ticket
-        if flight.last_token_at is not None:
-            self._desk.monitor.gap(ticket.job, (now - flight.last_token_at) / tokens)
-        flight.last_token_at = now
+        before = flight.last_token_at.get(index)
+        if before is not None:
+            self._desk.monitor.gap(ticket.job, (now - before) / tokens)
+        flight.last_token_at[index] = now
         if ticket.produced(now):
             self._desk.monitor.event(ticket.job, Transition.FIRST_TOKEN, now, worker=ticket.worker)
         if flight.load.suspect and flight.produced > ticket.lost_at:

@@ -1,6 +1,7 @@
 """What the request path reports while it works: counted as metrics and told to observers, never waited for.
 
-``Monitor`` does nothing; ``compose.py`` makes the one that feeds Prometheus and the ``forebay_job_event`` observers.
+``Monitor`` does nothing; ``LiveMonitor`` feeds Prometheus and the
+``forebay_job_event`` observers.
 
 Rules
 - Every method returns at once and never raises: no report may cost a request anything.
@@ -8,7 +9,17 @@ Rules
 
 from __future__ import annotations
 
-from policies.types import Charge, Job, JobEvent, QuotaDecision, RouteDecision, Transition
+from collections.abc import Callable
+
+import pluggy
+
+from gateway import log
+from gateway.metrics import Metrics
+from gateway.trace_attributes import quota_verdict
+from policies.manager import notify
+from policies.types import Charge, Job, JobEvent, QuotaDecision, RouteDecision, Transition, Usage
+
+_log = log.get("observers")
 
 
 class Monitor:
@@ -23,12 +34,9 @@ class Monitor:
         worker: str | None = None,
         outcome: str | None = None,
         reason: str | None = None,
-        usage: Charge | None = None,
+        usage: Usage | None = None,
     ) -> None:
         """A job made a transition."""
-
-    def waited(self, job: Job, seconds: float) -> None:
-        """A job left the queue to run."""
 
     def served(self, job: Job, charge: Charge) -> None:
         """Work ran for a job."""
@@ -49,14 +57,59 @@ class Monitor:
         """An isolated part (a policy, an observer, a settlement) failed; the request path went on."""
 
 
-def job_event(
-    job: Job,
-    transition: Transition,
-    at: float,
-    worker: str | None,
-    outcome: str | None,
-    reason: str | None,
-    usage: Charge | None,
-) -> JobEvent:
-    """The event as plugins see it."""
-    return JobEvent(job, transition, at, worker=worker, outcome=outcome, reason=reason, usage=usage)
+class LiveMonitor(Monitor):
+    """Feeds Prometheus and the observers of plugins."""
+
+    def __init__(self, metrics: Metrics, manager: pluggy.PluginManager) -> None:
+        self._metrics = metrics
+        self._manager = manager
+        self._observed = bool(manager.hook.forebay_job_event.get_hookimpls())
+        self._gaps: dict[tuple[str, str], Callable[[float], None]] = {}
+
+    def event(
+        self,
+        job: Job,
+        transition: Transition,
+        at: float,
+        *,
+        worker: str | None = None,
+        outcome: str | None = None,
+        reason: str | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        """Tell the observers, one by one."""
+        if self._observed:
+            told = JobEvent(job, transition, at, worker=worker, outcome=outcome, reason=reason, usage=usage)
+            notify(self._manager, told, self._observer_failed)
+
+    def served(self, job: Job, charge: Charge) -> None:
+        """Count tokens."""
+        self._metrics.charged(job.tenant, job.service_class, charge)
+
+    def routed(self, decision: RouteDecision) -> None:
+        """Count the dispatch."""
+        self._metrics.routed(decision.worker, decision.reason)
+
+    def gap(self, job: Job, seconds: float) -> None:
+        """Observe the latency."""
+        key = (job.model, job.service_class)
+        observe = self._gaps.get(key)
+        if observe is None:
+            observe = self._gaps[key] = self._metrics.inter_token(*key)
+        observe(seconds)
+
+    def quota(self, job: Job, decision: QuotaDecision) -> None:
+        """Count the verdict."""
+        self._metrics.quota_decided(job.tenant, job.service_class, quota_verdict(decision))
+
+    def stale(self, worker: str) -> None:
+        """Count the dispatch."""
+        self._metrics.stale_dispatch(worker)
+
+    def fault(self, where: str) -> None:
+        """Count the failure."""
+        self._metrics.fault(where)
+
+    def _observer_failed(self, plugin: str, error: Exception) -> None:
+        self._metrics.fault("observer")
+        _log.error("observer_failed", plugin=plugin, exception=log.describe(error))
