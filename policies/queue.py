@@ -161,10 +161,11 @@ class JobQueue:
                 and could_fit(other.job)
             ):
                 self._held = other.job.id
-        self._running[job.id] = _Running(job, entry.order, entry.waited_s, entry.attempt, entry.usage)
+        waited = entry.waited_s + now - entry.since
+        self._running[job.id] = _Running(job, entry.order, waited, entry.attempt, entry.usage)
         self._running_of[job.tenant] = self._running_of.get(job.tenant, 0) + 1
         behind = self._book.since(entry.epoch, MAX_BEHIND)
-        return Dispatch(job, pick, entry.waited_s + now - entry.since, behind, entry.attempt)
+        return Dispatch(job, pick, waited, behind, entry.attempt)
 
     def charge(self, job_id: JobId, charge: Charge, now: float) -> None:
         """Account work that ran for a running job. Raises KeyError when it is not running."""
