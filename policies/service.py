@@ -76,14 +76,14 @@ class ServiceBook:
 
     def serve(self, tenant: TenantId, weight: float, tokens: int, now: float, backlogged: bool) -> None:
         """Book work that ran. O(1)."""
+        if tokens <= 0:
+            return
         account = self._accounts.get(tenant)
         if account is None:
             account = self._accounts[tenant] = _Account()
             if len(self._accounts) > MAX_TENANTS:
                 self._accounts.popitem(last=False)
         account.weight = weight
-        if tokens <= 0:
-            return
         if not account.epochs or account.epochs[-1] != self._epoch:
             self._accounts.move_to_end(tenant)
             account.epochs.append(self._epoch)
