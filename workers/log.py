@@ -4,7 +4,8 @@ Rules
 - Never content, keys or tokens. So the *message* of an exception is not logged, only its type and where it came from:
   a validation or decoding error quotes its input. Our own events carry codes and figures instead.
 - Control characters are escaped in both formats: nobody forges a line or colours the operator's terminal.
-- Libraries log through the same handler, from WARNING up; uvicorn's access log is off (one line per request is ours).
+- Our packages and libraries log through the same handler, libraries from WARNING up; uvicorn's access log is off (one
+  line per request is ours).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _CREDENTIAL = re.compile(
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in a URL
 )
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_OURS = ("forebay", "gateway", "policies", "workers")
 _QUIET = {"uvicorn.access": logging.CRITICAL + 1, "uvicorn.error": logging.WARNING, "urllib3": logging.ERROR}
 
 
@@ -61,7 +63,7 @@ def configure(
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[_first_line, structlog.stdlib.ExtraAdder(allow=()), *shared],
+            foreign_pre_chain=[_first_line, _extras, *shared],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
@@ -70,7 +72,8 @@ def configure(
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(max(threshold, logging.WARNING))
-    logging.getLogger("forebay").setLevel(threshold)
+    for name in _OURS:
+        logging.getLogger(name).setLevel(threshold)
     for name, least in _QUIET.items():
         library = logging.getLogger(name)
         library.setLevel(least)
@@ -111,6 +114,15 @@ def _first_line(_logger: WrappedLogger, _method: str, event: EventDict) -> Event
     return event
 
 
+_add_extras = structlog.stdlib.ExtraAdder()
+
+
+def _extras(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """``extra={…}`` of our own modules that log through the standard library; a library's may hold anything."""
+    ours = str(event["logger"]).partition(".")[0] in _OURS
+    return _add_extras(logger, method, event) if ours else event
+
+
 def _exceptions(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     info: Any = event.pop("exc_info", None)
     if isinstance(info, BaseException):
@@ -118,7 +130,7 @@ def _exceptions(_logger: WrappedLogger, _method: str, event: EventDict) -> Event
     elif info and not isinstance(info, tuple):
         info = sys.exc_info()
     if info and info[1] is not None:
-        event["exception"] = describe(info[1])
+        event["fault"] = describe(info[1])
     return event
 
 
@@ -141,7 +153,7 @@ def _scrub(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     for key, value in event.items():
         if isinstance(value, str):
             event[key] = _clean(value)
-        elif key != "exception" and isinstance(value, list | tuple | dict | set | bytes | BaseException):
+        elif key != "fault" and isinstance(value, list | tuple | dict | set | bytes | BaseException):
             event[key] = _clean(describe(value)[0] if isinstance(value, BaseException) else str(value))
     return event
 

@@ -33,7 +33,6 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-from workers import log
 from workers.collector import Target
 from workers.spans import SpanContext, SpanData
 
@@ -47,6 +46,7 @@ _NOISY = (
     "opentelemetry.sdk._shared_internal",
 )
 _KINDS = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER, "client": SpanKind.CLIENT}
+_log = logging.getLogger(__name__)
 DropReason = Literal["queue_full", "export_failed", "build_failed", "shutdown"]
 
 
@@ -87,7 +87,7 @@ class _Counting(SpanExporter):
         try:
             result = self._inner.export(spans)
         except Exception as error:  # the batch thread must live on; gRPC raises odd types when it is closed under way
-            log.get("telemetry").debug("export_raised", exception=log.describe(error))
+            _log.debug("the exporter raised %s", type(error).__name__)
         finally:
             self._done(len(spans), result is SpanExportResult.SUCCESS)
         return result
@@ -225,7 +225,7 @@ class SpanSink:
             try:
                 spans = make()
             except Exception as error:  # a malformed record loses its own trace, not the thread
-                log.get("telemetry").error("span_build_failed", exception=log.describe(error))
+                _log.error("spans could not be built", exc_info=error)
                 spans = ()
                 self._on_dropped("build_failed", size)
             with self._idle:
