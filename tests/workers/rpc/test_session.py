@@ -1,0 +1,390 @@
+"""The stream between gateway and worker, over real gRPC on a UNIX socket and on TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from workers.protocol import (
+    PROTOCOL,
+    Cancel,
+    Down,
+    Generate,
+    Hello,
+    Purge,
+    Purged,
+    SequenceOutput,
+    StepOutputs,
+    Up,
+    WorkerStats,
+    encode,
+)
+from workers.rpc import MAX_FRAME, METHOD, SECRET_KEY, LinkError, SessionError, WorkerClient, WorkerServer
+
+SECRET = "correct-horse-battery"
+HELLO = Hello(PROTOCOL, "w", "m", "rev", "sha", 16, 64, 8, 4096)
+pytestmark = pytest.mark.timeout(60)
+
+Serve = Callable[..., Awaitable["Worker"]]
+
+
+class Worker:
+    """A server that records what it is told and says what a test wants."""
+
+    def __init__(self, address: str, secret: str | None) -> None:
+        self.heard: list[Down] = []
+        self.news = asyncio.Event()
+        self.server = WorkerServer(address, self._hear, secret=secret)
+
+    def _hear(self, message: Down) -> None:
+        self.heard.append(message)
+        self.news.set()
+
+    async def until(self, wanted: Callable[[list[Down]], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not wanted(self.heard):
+                self.news.clear()
+                await self.news.wait()
+
+    def end(self, request_id: str) -> None:
+        output = SequenceOutput(request_id, finish="cancelled")
+        self.server.publish(StepOutputs(99, [output], WorkerStats()))
+
+
+@pytest.fixture
+async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
+    workers: list[Worker] = []
+
+    async def start(address: str | None = None, secret: str | None = None, *, ready: bool = True) -> Worker:
+        folder = tmp_path / f"w{len(workers)}"
+        folder.mkdir(mode=0o700)
+        worker = Worker(address or f"unix:{folder}/s", secret)
+        workers.append(worker)
+        await worker.server.start()
+        if ready:
+            worker.server.ready(HELLO)
+        return worker
+
+    yield start
+    for worker in workers:
+        await worker.server.stop()
+
+
+async def greeted(client: WorkerClient) -> AsyncIterator[Up]:
+    """Connect, check Hello, return the iterator for what follows."""
+    await client.connect(10)
+    messages = aiter(client)
+    assert await anext(messages) == HELLO
+    return messages
+
+
+async def heard_of(messages: AsyncIterator[Up], count: int) -> list[int]:
+    tokens: list[int] = []
+    async with asyncio.timeout(20):
+        async for message in messages:
+            if isinstance(message, StepOutputs):
+                tokens += [token for output in message.outputs for token in output.tokens]
+            if len(tokens) >= count:
+                return tokens
+    return tokens
+
+
+@pytest.mark.parametrize("address", [None, "127.0.0.1:0"], ids=["unix", "tcp"])
+async def test_messages_go_both_ways(serve: Serve, address: str | None) -> None:
+    worker = await serve(address, SECRET if address else None)
+    client = WorkerClient(worker.server.address, SECRET if address else None)
+    messages = await greeted(client)
+    request = Generate("a", [1, 2, 3], 4)
+    client.send(request)
+    client.send(Purge("p", [b"x"]))
+    await worker.until(lambda heard: len(heard) == 2)
+    assert worker.heard == [request, Purge("p", [b"x"])]
+    worker.server.publish(StepOutputs(1, [SequenceOutput("a", tokens=[9], output_tokens=1)], WorkerStats(7)))
+    worker.server.purged(Purged("p", 3))
+    received = [await anext(messages), await anext(messages)]
+    assert StepOutputs(1, [SequenceOutput("a", tokens=[9], output_tokens=1)], WorkerStats(7)) in received
+    assert Purged("p", 3) in received
+    await client.close()
+
+
+async def test_hello_waits_for_the_model(serve: Serve) -> None:
+    worker = await serve(ready=False)
+    client = WorkerClient(worker.server.address)
+    await client.connect(10)
+    messages = aiter(client)
+    first = asyncio.ensure_future(anext(messages))
+    await asyncio.sleep(0.05)
+    assert not first.done()
+    worker.server.ready(HELLO)
+    assert await asyncio.wait_for(first, 10) == HELLO
+    await client.close()
+
+
+async def test_a_client_waits_for_a_worker_that_does_not_listen_yet(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/late"
+    os.chmod(tmp_path, 0o700)
+    client = WorkerClient(address)
+    connecting = asyncio.create_task(client.connect(20))
+    await asyncio.sleep(0.2)
+    assert not connecting.done()
+    worker = Worker(address, None)
+    await worker.server.start()
+    await connecting
+    await client.close()
+    await worker.server.stop()
+
+
+async def test_nobody_there_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(SessionError) as caught:
+        await WorkerClient(f"unix:{tmp_path}/nobody").connect(0.2)
+    assert caught.value.code == "unavailable"
+
+
+@pytest.mark.parametrize("offered", [None, "wrong", SECRET + "x", SECRET[:-1], "correct horse"])
+@pytest.mark.parametrize("address", [None, "127.0.0.1:0"], ids=["unix", "tcp"])
+async def test_gateway_d7_a_caller_without_the_secret_is_refused(
+    serve: Serve, address: str | None, offered: str | None
+) -> None:
+    """gateway D7: the worker's port takes only its gateway."""
+    worker = await serve(address, SECRET)
+    with pytest.raises(SessionError) as caught:
+        await WorkerClient(worker.server.address, offered).connect(10)
+    assert caught.value.code == "unauthenticated"
+    assert SECRET not in str(caught.value)
+    assert worker.heard == []
+
+
+async def test_gateway_d7_two_secrets_in_one_call_are_refused(serve: Serve) -> None:
+    """gateway D7: one of them right, one wrong: no guessing by list."""
+    worker = await serve("127.0.0.1:0", SECRET)
+    async with grpc.aio.insecure_channel(worker.server.address) as channel:
+        call = channel.stream_stream(METHOD)(metadata=((SECRET_KEY, "wrong"), (SECRET_KEY, SECRET)))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    "path", ["/forebay.Worker/Other", "/forebay.worker/Session", "/Session", "/grpc.health.v1.Health/Check", "//"]
+)
+async def test_gateway_d7_there_is_no_other_method(serve: Serve, path: str) -> None:
+    """gateway D7: every other path, with the secret or not, is not there."""
+    worker = await serve("127.0.0.1:0", SECRET)
+    async with grpc.aio.insecure_channel(worker.server.address) as channel:
+        for metadata in ((), ((SECRET_KEY, SECRET),)):
+            call = channel.stream_stream(path)(metadata=metadata)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
+    assert worker.heard == []
+
+
+def test_gateway_d7_a_port_that_is_open_to_anybody_does_not_open(tmp_path: Path) -> None:
+    """gateway D7: TCP without a secret, or a socket in a directory that others can enter."""
+    with pytest.raises(ValueError, match="open to anybody"):
+        WorkerServer("127.0.0.1:0", lambda message: None)
+    os.chmod(tmp_path, 0o755)
+    with pytest.raises(ValueError, match="chmod 0700"):
+        WorkerServer(f"unix:{tmp_path}/s", lambda message: None)
+    with pytest.raises(ValueError, match="printable ASCII"):
+        WorkerServer("127.0.0.1:0", lambda message: None, secret="ünïcode")
+    WorkerServer(f"unix:{tmp_path}/s", lambda message: None, secret=SECRET)
+
+
+async def test_a_port_in_use_is_an_error_that_names_it(serve: Serve) -> None:
+    worker = await serve("127.0.0.1:0", SECRET)
+    with pytest.raises(OSError, match=worker.server.address):
+        await Worker(worker.server.address, SECRET).server.start()
+
+
+async def test_a_message_larger_than_a_frame_is_not_sent(serve: Serve) -> None:
+    worker = await serve()
+    client = WorkerClient(worker.server.address)
+    await greeted(client)
+    with pytest.raises(LinkError, match="bytes"):
+        client.send(Purge("p", [bytes(MAX_FRAME + 1)]))
+    client.send(Cancel("still works"))
+    await worker.until(lambda heard: heard == [Cancel("still works")])
+    await client.close()
+
+
+async def test_a_peer_that_sends_too_large_a_frame_loses_its_stream_not_the_worker(serve: Serve) -> None:
+    worker = await serve()
+    options = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(worker.server.address, options=options) as channel:
+        call = channel.stream_stream(METHOD)()
+        await call.read()
+        await call.write(bytes(MAX_FRAME + 1))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while True:
+                assert await call.read() is not grpc.aio.EOF
+    assert caught.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNKNOWN)
+    client = WorkerClient(worker.server.address)
+    await greeted(client)
+    await client.close()
+
+
+@pytest.mark.parametrize("data", [b"\xc1", b"", encode(Purged("p", 1)), b"\x81\xa4type\xa4none"])
+async def test_a_peer_that_talks_nonsense_loses_its_stream_not_the_worker(serve: Serve, data: bytes) -> None:
+    worker = await serve()
+    async with grpc.aio.insecure_channel(worker.server.address) as channel:
+        call = channel.stream_stream(METHOD)()
+        await call.read()
+        await call.write(data)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while True:
+                assert await call.read() is not grpc.aio.EOF
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    client = WorkerClient(worker.server.address)
+    await greeted(client)
+    await client.close()
+
+
+async def test_a_slow_reader_gets_fewer_messages_and_every_token(serve: Serve) -> None:
+    worker = await serve()
+    client = WorkerClient(worker.server.address)
+    messages = await greeted(client)
+    client.send(Generate("a", [1], 100_000))
+    await worker.until(lambda heard: len(heard) == 1)
+    steps, per_step = 2000, 64
+
+    def engine() -> None:
+        for number in range(steps):
+            tokens = list(range(number * per_step, (number + 1) * per_step))
+            output = SequenceOutput("a", tokens=tokens, output_tokens=(number + 1) * per_step)
+            worker.server.publish(StepOutputs(number + 1, [output], WorkerStats(hot_prefixes=[bytes(32)] * 64)))
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    await asyncio.to_thread(thread.join)  # the loop runs on, but nobody reads the stream
+    count, tokens, last = 0, [], 0
+    async with asyncio.timeout(20):
+        while len(tokens) < steps * per_step:
+            message = await anext(messages)
+            assert isinstance(message, StepOutputs)
+            assert message.step > last
+            last = message.step
+            count += 1
+            tokens += message.outputs[0].tokens
+    assert tokens == list(range(steps * per_step))
+    assert count < steps / 2
+    await client.close()
+
+
+async def test_a_new_session_replaces_the_old_and_cancels_its_requests(serve: Serve) -> None:
+    worker = await serve("127.0.0.1:0", SECRET)
+    old, new = (WorkerClient(worker.server.address, SECRET) for _ in range(2))
+    old_messages = await greeted(old)
+    old.send(Generate("a", [1], 4))
+    old.send(Generate("b", [1], 4))
+    await worker.until(lambda heard: len(heard) == 2)
+    await new.connect(10)
+    with pytest.raises(SessionError) as caught:
+        await anext(old_messages)
+    assert caught.value.code == "aborted"
+    await worker.until(lambda heard: set(map(repr, heard[2:])) == {repr(Cancel("a")), repr(Cancel("b"))})
+    new_messages = aiter(new)
+    hello = asyncio.ensure_future(anext(new_messages))
+    worker.end("a")
+    await asyncio.sleep(0.05)
+    assert not hello.done(), "the engine still holds b"
+    worker.end("b")
+    assert await asyncio.wait_for(hello, 10) == HELLO
+    new.send(Generate("a", [2], 4))  # the same id, in the new session
+    await worker.until(lambda heard: heard[-1] == Generate("a", [2], 4))
+    worker.server.publish(StepOutputs(5, [SequenceOutput("a", tokens=[2], output_tokens=1)], WorkerStats()))
+    assert await heard_of(new_messages, 1) == [2]
+    for client in (old, new):
+        await client.close()
+
+
+async def test_a_wrong_secret_replaces_nobody(serve: Serve) -> None:
+    worker = await serve("127.0.0.1:0", SECRET)
+    client = WorkerClient(worker.server.address, SECRET)
+    messages = await greeted(client)
+    with pytest.raises(SessionError):
+        await WorkerClient(worker.server.address, "wrong").connect(10)
+    client.send(Generate("a", [1], 1))
+    await worker.until(lambda heard: len(heard) == 1)
+    worker.server.publish(StepOutputs(1, [SequenceOutput("a", tokens=[4], output_tokens=1)], WorkerStats()))
+    assert await heard_of(messages, 1) == [4]
+    await client.close()
+
+
+async def test_the_end_of_a_session_cancels_its_requests(serve: Serve) -> None:
+    worker = await serve()
+    client = WorkerClient(worker.server.address)
+    await greeted(client)
+    client.send(Generate("a", [1], 4))
+    client.send(Generate("done", [1], 4))
+    await worker.until(lambda heard: len(heard) == 2)
+    worker.end("done")
+    await client.close()
+    await worker.until(lambda heard: heard[2:] == [Cancel("a")])
+    assert not worker.server.connected
+
+
+async def test_an_id_that_is_running_does_not_run_twice(serve: Serve) -> None:
+    worker = await serve()
+    client = WorkerClient(worker.server.address)
+    await greeted(client)
+    client.send(Generate("a", [1], 4))
+    client.send(Generate("a", [2], 4))
+    client.send(Cancel("x"))
+    await worker.until(lambda heard: heard == [Generate("a", [1], 4), Cancel("x")])
+    await client.close()
+
+
+async def test_an_ended_session_ends_in_good_order_with_all_that_was_said(serve: Serve) -> None:
+    worker = await serve()
+    client = WorkerClient(worker.server.address)
+    messages = await greeted(client)
+    client.send(Generate("a", [1], 4))
+    await worker.until(lambda heard: len(heard) == 1)
+    worker.server.publish(
+        StepOutputs(1, [SequenceOutput("a", tokens=[3], output_tokens=1, finish="length")], WorkerStats())
+    )
+    await worker.server.end_session()
+    assert await heard_of(messages, 100) == [3]
+    await client.close()
+
+
+async def test_a_worker_that_goes_away_breaks_the_stream(serve: Serve) -> None:
+    worker = await serve()
+    client = WorkerClient(worker.server.address)
+    messages = await greeted(client)
+    await worker.server.stop()
+    with pytest.raises(SessionError):
+        async with asyncio.timeout(10):
+            await anext(messages)
+    await client.close()
+    with pytest.raises(LinkError, match="ended"):
+        client.send(Cancel("a"))
+
+
+async def test_the_outbound_line_is_bounded_for_requests_and_has_room_for_cancels(serve: Serve) -> None:
+    worker = await serve()
+    client = WorkerClient(worker.server.address, max_queued=3)
+    await greeted(client)
+    for number in range(3):  # the loop does not run in between: nothing leaves the line
+        client.send(Generate(f"r{number}", [1], 1))
+    with pytest.raises(LinkError, match="does not read"):
+        client.send(Generate("one too many", [1], 1))
+    for number in range(3):
+        client.send(Cancel(f"r{number}"))
+    await worker.until(lambda heard: len(heard) == 6)
+    client.send(Generate("fits again", [1], 1))
+    await worker.until(lambda heard: heard[-1] == Generate("fits again", [1], 1))
+    await client.close()
+
+
+async def test_messages_before_connect_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LinkError):
+        WorkerClient(f"unix:{tmp_path}/s").send(Cancel("a"))
