@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as with_fields
@@ -141,6 +141,22 @@ class Dispatcher:
     def in_flight(self) -> int:
         """Requests that occupy a worker, also those whose caller has gone."""
         return len(self._desk.flights)
+
+    def lags(self) -> Mapping[TenantId, float]:
+        """Virtual time by which each waiting tenant is behind the best served one."""
+        return self.queue.virtual_lag(self._desk.clock())
+
+    def stalled(self) -> bool:
+        """Whether a job waits that could run now, with no turn due: a fault of ours, never of load."""
+        if self._woken or not len(self.queue):
+            return False
+        now = self._desk.clock()
+        rooms = [self._desk.flights.room(handle, now) for handle in self.workers if handle.available(now)]
+        return all(
+            any(room.fits(job, ticket.choices, suspect=ticket.suspect) for room in rooms)
+            for job in self.queue.queued_jobs()
+            if (ticket := self._desk.tickets[job.id])
+        )
 
     def snapshot(self, limit: int = 100) -> dict[str, Any]:
         """The queue as ``/admin/queue`` shows it."""

@@ -39,6 +39,7 @@ from gateway.http.schemas import parse
 from gateway.intake import Intake, Prepared
 from gateway.models import Models
 from gateway.monitor import Monitor
+from gateway.purge import sweep_behind
 from gateway.report import Reporter
 from gateway.runtime import Runtime
 from gateway.settings import Timeouts
@@ -89,11 +90,18 @@ class Pipeline:
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._settling: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.active = 0
+        """Requests between their headers and their last byte."""
 
-    @property
-    def settling(self) -> int:
-        """Settlements that are on their way."""
-        return len(self._settling)
+    def retime(self, timeouts: Timeouts) -> None:
+        """Time limits of requests that arrive from now on."""
+        self._timeouts = timeouts
+
+    async def wait_idle(self) -> None:
+        """Return when no request is here."""
+        await self._idle.wait()
 
     async def wait_settled(self) -> None:
         """Return when no settlement is on its way."""
@@ -113,10 +121,17 @@ class Pipeline:
             request_id(scope),
             self._clock(),
         )
+        self.active += 1
+        self._idle.clear()
         try:
             await self._guarded(visit)
         finally:
-            await self._leave(visit)
+            try:
+                await self._leave(visit)
+            finally:
+                self.active -= 1
+                if not self.active:
+                    self._idle.set()
 
     async def _guarded(self, visit: Visit) -> None:
         """Turn whatever ends the work into an outcome, and into an answer where somebody waits for one."""
@@ -336,6 +351,8 @@ class Pipeline:
                 await self._settle(visit)
             except asyncio.CancelledError as error:
                 cancelled = error
+        if visit.ticket is not None and visit.tenant is not None:
+            sweep_behind(visit.ticket, visit.tenant, self._tenants)
         self._reporter.end(visit, self._dispatchers)
         if cancelled is not None:
             raise cancelled

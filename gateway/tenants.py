@@ -70,7 +70,7 @@ class Tenants:
                     code="unknown_tenant",
                 )
             found = replace(self._effective(tenant, self._defaults), listed=False)
-        return replace(found, epoch=self._epochs.get(tenant, 0))
+        return replace(found, epoch=self.epoch(tenant))
 
     def knows(self, tenant: TenantId) -> bool:
         """Whether requests of ``tenant`` are served at all."""
@@ -79,6 +79,10 @@ class Tenants:
     def listed(self) -> list[EffectiveTenant]:
         """Every tenant that the YAML names, in its order."""
         return [self.get(tenant) for tenant in self._listed]
+
+    def epoch(self, tenant: TenantId) -> int:
+        """The current epoch of its caches."""
+        return self._epochs.get(tenant, 0)
 
     def used(self, tenant: TenantId, scope: bytes) -> None:
         """A request of ``tenant`` runs in this cache scope."""
@@ -90,7 +94,7 @@ class Tenants:
 
     def bump(self, tenant: TenantId) -> tuple[int, list[bytes]]:
         """Start a new cache epoch for ``tenant``; returns it with every scope its requests used until now."""
-        self._epochs[tenant] = self._epochs.get(tenant, 0) + 1
+        self._epochs[tenant] = self.epoch(tenant) + 1
         return self._epochs[tenant], list(self._scopes.get(tenant, {}))
 
     def _effective(self, tenant: str, config: Tenant | TenantDefaults) -> EffectiveTenant:

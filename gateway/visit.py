@@ -18,6 +18,7 @@ from gateway.models import ModelHandle
 from gateway.runtime import PolicySet
 from gateway.tenants import EffectiveTenant
 from gateway.ticket import Ticket
+from gateway.timed import unwrap
 from gateway.trace import RequestTrace
 from policies.spi import QuotaView
 from policies.types import LimitState, Principal, QuotaDecision
@@ -117,9 +118,9 @@ def rate_headers(
     if tenant is None:
         return {}
     states: Mapping[str, LimitState] = decision.remaining if decision is not None else {}
-    if not states:
-        kept = quota.remaining(tenant.id, now) if isinstance(quota, QuotaView) else {}
-        states = {**_full(tenant), **kept} if isinstance(quota, QuotaView) else kept
+    inner = unwrap(quota)
+    if not states and isinstance(inner, QuotaView):
+        states = {**_full(tenant), **inner.remaining(tenant.id, now)}
     headers = {}
     for name in ("requests", "tokens"):
         state = states.get(name)

@@ -1,0 +1,108 @@
+"""The public routes. Everything else is 404 in the API's shape; only the two health checks need no credential.
+
+Rules
+- Routes match exactly: no trailing slash, no other spelling, no method but those listed (405 with ``Allow``).
+- Every answer goes through ``guard``: request id, limits before parsing, errors without details.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.errors import ApiError
+from gateway.http.admin import admin_app
+from gateway.http.middleware import error_response, exception_handlers, guard
+from gateway.http.openai import ChatFormat, CompletionFormat
+from gateway.http.schemas import parse_chat, parse_completion
+from gateway.service import Gateway
+from gateway.tenants import EffectiveTenant
+from gateway.visit import Endpoint, rate_headers
+
+__all__ = ["CHAT", "COMPLETIONS", "admin_app", "public_app"]
+
+CHAT = Endpoint("/v1/chat/completions", "chat", parse_chat, ChatFormat)
+COMPLETIONS = Endpoint("/v1/completions", "text_completion", parse_completion, CompletionFormat)
+
+Answer = Callable[[Request, EffectiveTenant], Response]
+
+
+def public_app(gateway: Gateway) -> ASGIApp:
+    """The ASGI application of the public listener."""
+    routes = [
+        Route(CHAT.route, _Inference(gateway, CHAT), methods=["POST"]),
+        Route(COMPLETIONS.route, _Inference(gateway, COMPLETIONS), methods=["POST"]),
+        Route("/v1/models", _for_tenant(gateway, _models(gateway)), methods=["GET"]),
+        Route("/v1/models/{model:path}", _for_tenant(gateway, _model(gateway)), methods=["GET"]),
+        Route("/healthz", _health, methods=["GET"]),
+        Route("/readyz", _readiness(gateway), methods=["GET"]),
+    ]
+    app = Starlette(routes=routes, exception_handlers=exception_handlers())
+    app.router.redirect_slashes = False
+    return guard(app, max_body_bytes=gateway.settings.listen.max_body_bytes)
+
+
+class _Inference:
+    """One inference endpoint, as plain ASGI: the pipeline answers by itself."""
+
+    def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
+        self._gateway = gateway
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gateway.parts.pipeline.run(self._endpoint, scope, receive, send)
+
+
+def _for_tenant(gateway: Gateway, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint for verified tenants, with their rate limits in the headers, also of a refusal."""
+    parts = gateway.parts
+
+    async def endpoint(request: Request) -> Response:
+        policies = parts.runtime.current
+        principal = await parts.gatekeeper.authenticate(request.scope, policies)
+        tenant = parts.tenants.get(principal.tenant)
+        headers = rate_headers(tenant, None, policies.quota, time.monotonic())
+        try:
+            response = answer(request, tenant)
+        except ApiError as error:
+            return error_response(error, headers)
+        response.headers.update(headers)
+        return response
+
+    return endpoint
+
+
+def _models(gateway: Gateway) -> Answer:
+    def answer(_: Request, tenant: EffectiveTenant) -> Response:
+        visible = gateway.parts.models.visible(tenant)
+        return JSONResponse({"object": "list", "data": [model.describe() for model in visible]})
+
+    return answer
+
+
+def _model(gateway: Gateway) -> Answer:
+    def answer(request: Request, tenant: EffectiveTenant) -> Response:
+        return JSONResponse(gateway.parts.models.get(request.path_params["model"], tenant).describe())
+
+    return answer
+
+
+async def _health(_: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+def _readiness(gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(_: Request) -> Response:
+        if gateway.ready:
+            return JSONResponse({"status": "ready"})
+        # What is missing names models: the operator's admin API says it, not this open endpoint.
+        status = "draining" if gateway.draining else "starting"
+        return JSONResponse({"status": status}, 503, {"retry-after": "2"})
+
+    return endpoint

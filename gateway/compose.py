@@ -1,0 +1,190 @@
+"""The composition root: settings in, a gateway out. Nothing else makes its parts, nothing here decides anything.
+
+settings → plugins → registry → policies (with stopwatches) → models → queues and dispatchers → pools → pipeline
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import cast
+
+import pluggy
+
+from gateway.dispatch import Dispatcher
+from gateway.fetch import fetch_json
+from gateway.gatekeeper import Gatekeeper
+from gateway.gauge_sources import model_gauges, quota_gauges, worker_gauges
+from gateway.http.admin import admin_token
+from gateway.intake import Intake
+from gateway.metrics import Metrics
+from gateway.models import Models
+from gateway.monitor import LiveMonitor
+from gateway.pipeline import Pipeline
+from gateway.pool import Pool
+from gateway.report import Reporter
+from gateway.runtime import Runtime
+from gateway.service import Gateway, Parts
+from gateway.settings import Model, Settings
+from gateway.settings import Pool as PoolConfig
+from gateway.telemetry import Telemetry, setup
+from gateway.tenants import Tenants
+from gateway.worker_slot import SlotOptions
+from policies.manager import make_manager, tenant_from_claims
+from policies.registry import Registry
+from policies.spi import PolicyContext
+from workers.launchers.base import LaunchContext, Launcher
+
+SECRET_ENV = "FOREBAY_SERVER_SECRET"  # noqa: S105 - the variable's name
+"""Keys the cache scopes. Replicas that share workers need the same; without it every start makes its own."""
+_RETIRE_GRACE_S = 10.0
+
+
+class BuildError(ValueError):
+    """The gateway cannot be made as configured; the text names the YAML path and the remedy."""
+
+
+def build(
+    settings: Settings,
+    *,
+    base_dir: Path | str = ".",
+    env: Mapping[str, str] = os.environ,
+    config_path: Path | None = None,
+    manager: pluggy.PluginManager | None = None,
+) -> Gateway:
+    """Make a gateway. Nothing is started, no file but policies' own is read.
+
+    ``config_path``: what ``reload`` reads. ``manager``: plugins already loaded, instead of ``settings.plugins``.
+    Raises BuildError, PluginError, RegistrationError.
+    """
+    base_dir = Path(base_dir).absolute()
+    manager = manager or make_manager(settings.plugins)
+    registry = Registry.from_manager(manager)
+    secret = env.get(SECRET_ENV, "").encode() or secrets.token_bytes(32)
+    try:
+        admin_token(settings.admin, env)
+        metrics = Metrics(settings, versions=_versions())
+        telemetry = setup(settings, metrics, env=env)
+        runtime = Runtime(
+            registry,
+            PolicyContext(
+                env=env,
+                base_dir=str(base_dir),
+                listen_host=settings.listen.host,
+                tenant_from_claims=tenant_from_claims(manager),
+                fetch_json=fetch_json,
+                server_secret=secret,
+            ),
+            settings.policies,
+            timer=metrics.policy_timer,
+            retire_after_s=settings.timeouts.total_s + _RETIRE_GRACE_S,
+        )
+        monitor = LiveMonitor(metrics, manager)
+        models = Models(settings.models)
+        dispatchers = {
+            model.name: Dispatcher(
+                models.handle(model.name),
+                runtime.scheduler(model.name),
+                settings.policies.scheduling.use,
+                lambda: runtime.current.routing,
+                monitor=monitor,
+            )
+            for model in settings.models
+        }
+        runtime.attach(dispatchers)
+        pools = [
+            _pool(model, config, dispatchers[model.name], registry, settings, telemetry, base_dir, env)
+            for model in settings.models
+            for config in model.pools
+        ]
+    except ValueError as error:  # what policies, launchers and telemetry have against their settings
+        raise BuildError(str(error)) from error
+    tenants = Tenants(settings)
+    intake = Intake(secret)
+    gatekeeper = Gatekeeper(budget_s=settings.timeouts.policy_s, monitor=monitor, clock=time.monotonic)
+    pipeline = Pipeline(
+        runtime=runtime,
+        tenants=tenants,
+        models=models,
+        intake=intake,
+        dispatchers=dispatchers,
+        gatekeeper=gatekeeper,
+        reporter=Reporter(telemetry, metrics, monitor),
+        monitor=monitor,
+        timeouts=settings.timeouts,
+        max_body_bytes=settings.listen.max_body_bytes,
+    )
+    for dispatcher in dispatchers.values():
+        metrics.add_source(model_gauges(dispatcher))
+    metrics.add_source(worker_gauges(pools))
+    metrics.add_source(quota_gauges(runtime, tenants, time.monotonic))
+    parts = Parts(
+        registry=registry,
+        runtime=runtime,
+        tenants=tenants,
+        models=models,
+        intake=intake,
+        gatekeeper=gatekeeper,
+        pipeline=pipeline,
+        dispatchers=dispatchers,
+        pools=pools,
+        metrics=metrics,
+        telemetry=telemetry,
+        secret=secret,
+    )
+    return Gateway(settings, parts, base_dir=base_dir, config_path=config_path, env=env)
+
+
+def _pool(
+    model: Model,
+    config: PoolConfig,
+    dispatcher: Dispatcher,
+    registry: Registry,
+    settings: Settings,
+    telemetry: Telemetry,
+    base_dir: Path,
+    env: Mapping[str, str],
+) -> Pool:
+    handle = dispatcher.model
+    return Pool(
+        model.name,
+        model.source,
+        config,
+        _launcher(config, registry, env),
+        dispatcher,
+        options=SlotOptions(step_stall_s=settings.timeouts.step_stall_s),
+        tokenizer_sha256=lambda: handle.files.tokenizer_sha256 if handle.files is not None else None,
+        base_dir=str(base_dir),
+        worker_env=telemetry.worker_environment(),
+    )
+
+
+def _launcher(config: PoolConfig, registry: Registry, env: Mapping[str, str]) -> Launcher:
+    """Import what the launcher's spec names and call it with the pool's ``launch:`` block."""
+    launch = config.launch
+    module, _, attribute = registry.launcher(launch.use).target.partition(":")
+    make = getattr(importlib.import_module(module), attribute)
+    context = LaunchContext(
+        count=launch.count, addresses=launch.addresses, secret_env=launch.secret_env, env=env, log=_relay
+    )
+    return cast(Launcher, make(context))
+
+
+def _relay(worker: str, line: str) -> None:
+    """A worker's log line goes out as it came: it is a log line of our own kind, with the worker's name in it."""
+    sys.stderr.write(f"{line}\n")
+
+
+def _versions() -> dict[str, str]:
+    try:
+        version = metadata.version("forebay")
+    except metadata.PackageNotFoundError:
+        version = "source"
+    return {"forebay": version, "python": platform.python_version()}

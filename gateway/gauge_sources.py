@@ -1,0 +1,72 @@
+"""What Prometheus reads when it asks: the live figures of queues, workers and quotas. Cheap, no waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gateway.dispatch import Dispatcher
+from gateway.gauges import Gauges, QuotaGauge, Source, TenantGauge, WorkerGauge
+from gateway.pool import Pool
+from gateway.runtime import Runtime
+from gateway.tenants import Tenants
+from gateway.timed import unwrap
+from gateway.worker_handle import WorkerState
+from policies.spi import QuotaView
+
+
+def model_gauges(dispatcher: Dispatcher) -> Source:
+    """Queue figures of one model, and whether it stands still without a reason."""
+
+    def read() -> Gauges:
+        lags = dispatcher.lags()
+        tenants = [
+            TenantGauge(tenant, depth=jobs, tokens=tokens, lag=lags.get(tenant))
+            for tenant, (jobs, tokens) in dispatcher.queue.backlog().items()
+        ]
+        return Gauges(tenants=tenants, stalled={dispatcher.model.name: dispatcher.stalled()})
+
+    return read
+
+
+def worker_gauges(pools: Sequence[Pool]) -> Source:
+    """The workers' last reports."""
+
+    def read() -> Gauges:
+        return Gauges(
+            workers=[
+                WorkerGauge(
+                    handle.name,
+                    up=handle.state is WorkerState.READY,
+                    running=handle.stats.running,
+                    waiting=handle.stats.waiting,
+                    blocks={
+                        "free": handle.stats.free_blocks,
+                        "cached": handle.stats.cached_blocks,
+                        "used": handle.stats.used_blocks,
+                    },
+                )
+                for pool in pools
+                for handle in pool.handles
+            ]
+        )
+
+    return read
+
+
+def quota_gauges(runtime: Runtime, tenants: Tenants, clock: Callable[[], float]) -> Source:
+    """What the listed tenants have left, where the live quota policy can say so."""
+
+    def read() -> Gauges:
+        quota = unwrap(runtime.current.quota)
+        if not isinstance(quota, QuotaView):
+            return Gauges()
+        now = clock()
+        return Gauges(
+            quotas=[
+                QuotaGauge(tenant.id, limit, state.remaining)
+                for tenant in tenants.listed()
+                for limit, state in quota.remaining(tenant.id, now).items()
+            ]
+        )
+
+    return read

@@ -1,0 +1,247 @@
+"""The admin API, on its own listener: metrics, tenants, policies, queue, workers, cache purges.
+
+Rules
+- With a token (``admin.token_env``): ``Authorization: Bearer`` on every route but ``/healthz``, compared in constant
+  time, and the listener may be anywhere. Without one: loopback peers only, and a request with an ``Origin`` or a
+  foreign ``Host`` is refused, so that a web page in the operator's browser cannot reach it (DNS rebinding included).
+- Nothing here shows content, credentials, or a policy's secrets.
+- A purge says what it did: 200 when every block is zeroed, 202 while some are in use (they are zeroed on release).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.config_file import ConfigErrors
+from gateway.errors import ApiError, bad_request, forbidden
+from gateway.http.middleware import error_response, exception_handlers, guard
+from gateway.purge import purge
+from gateway.settings import Admin, PolicyUse
+from gateway.timed import unwrap
+from policies.spi import KINDS, Kind, PolicyConfigError, QuotaView
+from policies.types import TenantId
+
+if TYPE_CHECKING:
+    from gateway.service import Gateway
+
+MAX_BODY_BYTES = 256 * 1024
+_SECRET = re.compile(r"key|secret|hash|token|password", re.IGNORECASE)
+_NOT_SECRET = ("_env", "_file", "_claim", "_cost", "_url")
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def admin_app(gateway: Gateway) -> ASGIApp:
+    """The ASGI application of the admin listener."""
+    api = _Api(gateway)
+    routes = [
+        Route("/healthz", api.health, methods=["GET"]),
+        Route("/metrics", api.metrics, methods=["GET"]),
+        Route("/admin/tenants", api.tenants, methods=["GET"]),
+        Route("/admin/tenants/{tenant}/cache", api.purge, methods=["DELETE"]),
+        Route("/admin/policies", api.policies, methods=["GET"]),
+        Route("/admin/policies", api.swap, methods=["POST"]),
+        Route("/admin/queue", api.queue, methods=["GET"]),
+        Route("/admin/workers", api.workers, methods=["GET"]),
+    ]
+    app = Starlette(routes=routes, exception_handlers=exception_handlers())
+    app.router.redirect_slashes = False
+    token = admin_token(gateway.settings.admin, gateway.env)
+    return guard(_Gate(app, token), max_body_bytes=MAX_BODY_BYTES)
+
+
+def admin_token(admin: Admin, env: Mapping[str, str]) -> str:
+    """The token, empty when there is none. Raises ValueError where the listener would then be open to the network."""
+    token = env.get(admin.token_env, "") if admin.token_env else ""
+    if not token and not _is_loopback(admin.host):
+        raise ValueError(
+            f"admin.host: {admin.host!r} can be reached from elsewhere; set the variable "
+            f"{admin.token_env or 'that admin.token_env names'} to a token, or listen on 127.0.0.1"
+        )
+    return token
+
+
+class _Gate:
+    """Lets in who holds the token; without a token, only this machine, and no browser."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            request = Request(scope)
+            refusal = self._with_token(request) if self._token else self._local(request)
+            if refusal is not None:
+                await error_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _with_token(self, request: Request) -> ApiError | None:
+        if request.url.path == "/healthz":
+            return None
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._token):
+            return None
+        return ApiError(
+            401, "Send the admin token as 'Authorization: Bearer …'.", type="authentication_error", code="invalid_token"
+        )
+
+    @staticmethod
+    def _local(request: Request) -> ApiError | None:
+        if request.client is None or not _is_loopback(request.client.host):
+            return forbidden("Without an admin token only this machine may ask.", code="not_local")
+        if "origin" in request.headers or not _is_loopback(_host_name(request.headers.get("host", ""))):
+            return forbidden("Without an admin token requests from web pages are refused.", code="foreign_origin")
+        return None
+
+
+class _Api:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._parts = gateway.parts
+
+    async def health(self, _: Request) -> Response:
+        missing = self._gateway.missing
+        return JSONResponse({"status": "ok", "ready": not missing, "missing": missing})
+
+    async def metrics(self, request: Request) -> Response:
+        body, content_type = self._parts.metrics.render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    async def tenants(self, _: Request) -> Response:
+        quota = unwrap(self._parts.runtime.current.quota)
+        now = time.monotonic()
+        return JSONResponse(
+            {
+                "tenants": [
+                    {
+                        "id": tenant.id,
+                        "weight": tenant.weight,
+                        "class": tenant.service_class,
+                        "models": list(tenant.models),
+                        "requires": dict(tenant.requires),
+                        "cache_epoch": tenant.epoch,
+                        "limits": {name: getattr(tenant.limits, name) for name in tenant.limits.__dataclass_fields__},
+                        "remaining": {name: state.remaining for name, state in quota.remaining(tenant.id, now).items()}
+                        if isinstance(quota, QuotaView)
+                        else {},
+                    }
+                    for tenant in self._parts.tenants.listed()
+                ],
+                "unlisted": "tenant_defaults" if self._gateway.settings.tenant_defaults else "refused",
+            }
+        )
+
+    async def policies(self, _: Request) -> Response:
+        return JSONResponse(self._policies())
+
+    async def swap(self, request: Request) -> Response:
+        """``{"scheduling": {"use": "fcfs", "with": {}}, …}`` swaps, ``{"reload": true}`` reads the file again."""
+        body = await _json_object(request)
+        try:
+            if body == {"reload": True}:
+                await self._gateway.reload()
+            else:
+                await self._parts.runtime.swap(_changes(body))
+        except (PolicyConfigError, ConfigErrors) as error:
+            raise bad_request(f"Nothing was changed. {error}", code="invalid_policy") from error
+        except ApiError:
+            raise
+        except Exception as error:
+            # The operator's own plugin or file: the reason is for them. Its class and text are all there is.
+            raise ApiError(
+                409,
+                f"Nothing was changed: {type(error).__name__}: {error}",
+                type="invalid_request_error",
+                code="swap_failed",
+            ) from error
+        return JSONResponse(self._policies())
+
+    async def queue(self, _: Request) -> Response:
+        return JSONResponse({"models": [dispatcher.snapshot() for dispatcher in self._parts.dispatchers.values()]})
+
+    async def workers(self, _: Request) -> Response:
+        return JSONResponse({"workers": self._gateway.workers()})
+
+    async def purge(self, request: Request) -> Response:
+        tenant = TenantId(request.path_params["tenant"])
+        if not self._parts.tenants.knows(tenant):
+            raise ApiError(
+                404, "There is no such tenant.", type="invalid_request_error", code="unknown_tenant", param="tenant"
+            )
+        receipt = await purge(tenant, self._parts.tenants, self._parts.pools, self._parts.secret)
+        return JSONResponse(receipt.body(), 200 if receipt.complete else 202)
+
+    def _policies(self) -> dict[str, Any]:
+        current = self._parts.runtime.current
+        return {
+            "generation": current.generation,
+            "policies": {
+                kind: {"use": use.use, "with": _without_secrets(use.with_)} for kind, use in current.uses.items()
+            },
+        }
+
+
+async def _json_object(request: Request) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        body = json.loads(await request.body())
+        if isinstance(body, dict):
+            return body
+    raise bad_request('Send a JSON object, e.g. {"scheduling": {"use": "fcfs"}}.')
+
+
+def _changes(body: Mapping[str, Any]) -> dict[Kind, PolicyUse]:
+    """The policies block of a request. Raises ApiError 400."""
+    if not body:
+        raise bad_request(f"Name at least one kind: {', '.join(KINDS)}.")
+    changes: dict[Kind, PolicyUse] = {}
+    for kind, use in body.items():
+        if kind not in KINDS:
+            raise bad_request(f"{kind[:64]!r} is no kind of policy; kinds are {', '.join(KINDS)}.", param=kind[:64])
+        try:
+            changes[kind] = PolicyUse.model_validate(use)
+        except ValidationError as error:
+            detail = error.errors(include_url=False)[0]
+            path = ".".join(map(str, (kind, *detail["loc"])))
+            raise bad_request(f"{path}: {detail['msg']}", param=path) from None
+    return changes
+
+
+def _without_secrets(value: Any, name: str = "") -> Any:
+    """A policy's settings as they may be shown: whatever is named like a secret is masked."""
+    if isinstance(value, Mapping):
+        return {key: _without_secrets(inner, str(key)) for key, inner in value.items()}
+    if _SECRET.search(name) and not name.endswith(_NOT_SECRET) and value is not None:
+        return "***"
+    return [_without_secrets(inner, name) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _host_name(host: str) -> str:
+    """``[::1]:8081`` → ``::1``, ``localhost:8081`` → ``localhost``."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,194 @@
+"""The running gateway: starts, is or is not ready, reloads, drains, stops.
+
+Rules
+- ``start`` returns soon: policies are started, the slow parts (model files, workers) go on in the background.
+  ``/healthz`` is 200 from the first moment, ``/readyz`` once every model has its tokenizer and a ready worker.
+- ``drain``: not ready at once, new requests get 503, running and queued ones go on for at most ``drain_s``; the rest
+  then ends with 503, or an error event where it streams. Every reservation is settled before it returns.
+- ``reload`` reads the file again. A mistake in it changes nothing; what needs a restart is named, not half-done.
+- ``stop`` ends children and background work, also after a failed start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gateway import log
+from gateway.config_file import load
+from gateway.dispatch import Dispatcher
+from gateway.gatekeeper import Gatekeeper
+from gateway.intake import Intake
+from gateway.metrics import Metrics
+from gateway.models import ModelHandle, Models, load_model
+from gateway.pipeline import Pipeline
+from gateway.pool import Pool
+from gateway.runtime import Runtime
+from gateway.settings import PolicyUse, Settings
+from gateway.telemetry import Telemetry
+from gateway.tenants import Tenants
+from policies.registry import Registry
+from policies.spi import KINDS, Kind
+
+_log = log.get("gateway")
+
+_RESTART = ("listen", "admin", "plugins", "models", "telemetry")
+"""Sections that a reload does not change."""
+_MAX_RETRY_S = 30.0
+_LAST_WORDS_S = 2.0
+"""How long requests that were cut off by the end of a drain may take to tell their callers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What ``compose.build`` made."""
+
+    registry: Registry
+    runtime: Runtime
+    tenants: Tenants
+    models: Models
+    intake: Intake
+    gatekeeper: Gatekeeper
+    pipeline: Pipeline
+    dispatchers: Mapping[str, Dispatcher]
+    pools: Sequence[Pool]
+    metrics: Metrics
+    telemetry: Telemetry
+    secret: bytes = field(repr=False)
+    """Signs receipts; never shown."""
+
+
+class Gateway:
+    """One gateway process without its listeners."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        parts: Parts,
+        *,
+        base_dir: Path,
+        config_path: Path | None = None,
+        env: Mapping[str, str],
+    ) -> None:
+        self.settings = settings
+        self.parts = parts
+        self.env = env
+        self._base_dir = base_dir
+        self._config_path = config_path
+        self._tasks: list[asyncio.Task[None]] = []
+        self._started = False
+        self._draining = False
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no new requests."""
+        return self._draining
+
+    @property
+    def missing(self) -> list[str]:
+        """What keeps it from being ready, for the operator."""
+        if self._draining:
+            return ["draining"]
+        if not self._started:
+            return ["starting"]
+        missing = []
+        for name, dispatcher in self.parts.dispatchers.items():
+            if not dispatcher.model.loaded:
+                missing.append(f"model {name}: its files are not loaded")
+            if not dispatcher.ready:
+                missing.append(f"model {name}: no worker is ready")
+        return missing
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model can be used."""
+        return not self.missing
+
+    async def start(self) -> None:
+        """Begin. Raises what a policy raises that cannot start."""
+        await self.parts.runtime.start()
+        self._spawn("loop lag", self.parts.metrics.watch_loop())
+        for model in self.parts.models:
+            self._spawn(f"load {model.name}", self._load(model))
+        for pool in self.parts.pools:
+            pool.start()
+        self._started = True
+
+    async def reload(self) -> None:
+        """Read the configuration file again. Raises ConfigErrors, PolicyConfigError …; nothing has changed then."""
+        if self._config_path is None:
+            raise ValueError("this gateway was not started from a file")
+        loaded = await asyncio.to_thread(load, self._config_path)
+        loaded.verify(self.parts.registry)
+        settings = loaded.settings
+        live = self.parts.runtime.current.uses
+        wanted: dict[Kind, PolicyUse] = {kind: getattr(settings.policies, kind) for kind in KINDS}
+        changes = {kind: use for kind, use in wanted.items() if use != live[kind]}
+        if changes:
+            await self.parts.runtime.swap(changes)
+        self.parts.tenants.reload(settings)
+        self.parts.metrics.configure(settings)
+        self.parts.pipeline.retime(settings.timeouts)
+        ignored = [name for name in _RESTART if getattr(settings, name) != getattr(self.settings, name)]
+        if ignored:
+            _log.warning("reload_needs_restart", sections=ignored)
+        kept = {name: getattr(self.settings, name) for name in _RESTART}
+        self.settings = settings.model_copy(update=kept)
+        _log.info("reloaded", policies=sorted(changes), tenants=len(settings.tenants))
+
+    async def drain(self) -> None:
+        """Take nothing new, let what runs end, cut off the rest."""
+        self._draining = True
+        pipeline = self.parts.pipeline
+        for dispatcher in self.parts.dispatchers.values():
+            dispatcher.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.timeouts.drain_s):
+                await pipeline.wait_idle()
+        for dispatcher in self.parts.dispatchers.values():
+            dispatcher.abort()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await pipeline.wait_idle()
+        _log.info("drained", cut_off=pipeline.active)
+
+    async def stop(self) -> None:
+        """End everything. Idempotent."""
+        self._draining = True
+        for dispatcher in self.parts.dispatchers.values():
+            dispatcher.abort()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        await asyncio.gather(*(pool.stop() for pool in self.parts.pools))
+        await self.parts.pipeline.wait_settled()
+        await self.parts.runtime.close()
+        await asyncio.to_thread(self.parts.intake.close)
+        await asyncio.to_thread(self.parts.telemetry.shutdown)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Every worker, for ``/admin/workers``."""
+        return [worker for pool in self.parts.pools for worker in pool.snapshot()]
+
+    async def _load(self, model: ModelHandle) -> None:
+        """Read the model's files, again and again until that works: they may still be on their way."""
+        wait_s = 1.0
+        while True:
+            try:
+                await load_model(model, self._base_dir)
+            except (OSError, ValueError) as error:
+                # The operator's own configuration, not a caller's text: the message is safe and needed.
+                _log.error("model_not_loaded", model=model.name, why=str(error), retry_s=wait_s)
+                await asyncio.sleep(wait_s)
+                wait_s = min(_MAX_RETRY_S, wait_s * 2)
+            else:
+                _log.info("model_loaded", model=model.name, revision=model.revision)
+                return
+
+    def _spawn(self, name: str, work: Any) -> None:
+        self._tasks.append(asyncio.create_task(work, name=name))
