@@ -31,7 +31,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_OPEN, _CLOSE = "\uf8fe", "\uf8fd"
+_OPEN, _CLOSE = "\U000f0110", "\U000f0111"
+_DIGITS = str.maketrans("0123456789", "".join(chr(0xF0100 + digit) for digit in range(10)))
+_VALUES = {after: before for before, after in _DIGITS.items()}
+_OURS = re.compile("[\U000f0000-\U000f0111]")
+"""Markers consist of these private-use characters alone, so that no part of one can pass for text."""
 _KIND = re.compile(r"[A-Za-z_]{1,32}")
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _KINDS = frozenset({"role", "type"})
@@ -53,16 +57,16 @@ class _Ledger:
     """The stand-ins of one rendering."""
 
     def __init__(self) -> None:
-        self.nonce = secrets.token_hex(16)
+        self._nonce = "".join(chr(0xF0000 + byte) for byte in secrets.token_bytes(16))
         self.texts: list[str] = []
         self.origins: list[int] = []
-        self.marker = re.compile(f"{_OPEN}{self.nonce}:([0-9]+){_CLOSE}")
+        self.marker = re.compile(f"{_OPEN}{self._nonce}([\U000f0100-\U000f0109]+){_CLOSE}")
 
     def stand_in(self, text: str, origin: int | None = None) -> StandIn:
         number = len(self.texts)
         self.texts.append(text)
         self.origins.append(number if origin is None else origin)
-        return StandIn(f"{_OPEN}{self.nonce}:{number}{_CLOSE}", self, number)
+        return StandIn(f"{_OPEN}{self._nonce}{str(number).translate(_DIGITS)}{_CLOSE}", self, number)
 
 
 class StandIn(str):
@@ -266,7 +270,7 @@ def _split(rendered: str, ledger: _Ledger, required: Mapping[int, int]) -> list[
     used: set[int] = set()
     position = 0
     for match in ledger.marker.finditer(rendered):
-        number = int(match[1])
+        number = _number(match)
         if number in used:
             raise ChatTemplateError("the model's chat template repeats a message's content, which is not supported")
         used.add(number)
@@ -274,7 +278,7 @@ def _split(rendered: str, ledger: _Ledger, required: Mapping[int, int]) -> list[
         _add(segments, ledger.texts[number], markup=False)
         position = match.end()
     _add(segments, rendered[position:], markup=True)
-    if any(segment.markup and (ledger.nonce in segment.text or _OPEN in segment.text) for segment in segments):
+    if any(segment.markup and _OURS.search(segment.text) for segment in segments):
         raise ChatTemplateError("the model's chat template changes a message's content in a way that is not supported")
     missing = required.keys() - {ledger.origins[number] for number in used}
     if missing:
@@ -282,6 +286,10 @@ def _split(rendered: str, ledger: _Ledger, required: Mapping[int, int]) -> list[
             f"the model's chat template drops messages[{required[min(missing)]}]; leave that message out"
         )
     return segments
+
+
+def _number(match: re.Match[str]) -> int:
+    return int(match[1].translate(_VALUES))
 
 
 def _add(segments: list[Segment], text: str, *, markup: bool) -> None:
@@ -337,7 +345,7 @@ def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
     text = json.dumps(value, indent=indent, **{**allowed, "ensure_ascii": False})
 
     def escape(match: re.Match[str]) -> str:
-        number = int(match[1])
+        number = _number(match)
         escaped = json.dumps(ledger.texts[number], ensure_ascii=bool(allowed.get("ensure_ascii", False)))[1:-1]
         return str(ledger.stand_in(escaped, ledger.origins[number]))
 
@@ -357,5 +365,5 @@ def _find_ledger(value: Any) -> _Ledger | None:
 
 
 def _refuse(message: str) -> NoReturn:
-    reason = re.sub(f"{_OPEN}[^{_CLOSE}]*{_CLOSE}", "…", "".join([message]))[:200]
+    reason = re.sub(f"{_OURS.pattern}+", "…", "".join([message]))[:200]
     raise ChatTemplateError(f"the model's chat template refuses these messages: {reason}")

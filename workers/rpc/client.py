@@ -17,6 +17,7 @@ from workers.rpc.wire import (
     MAX_FRAME,
     MAX_QUEUED,
     METHOD,
+    OPEN_KEY,
     SECRET_KEY,
     LinkError,
     SessionError,
@@ -53,8 +54,8 @@ class WorkerClient:
             async with asyncio.timeout(timeout_s):
                 await self._channel.channel_ready()
                 self._call = self._channel.stream_stream(METHOD)(metadata=metadata)
-                await self._call.initial_metadata()
-                if self._call.done():
+                answer = await self._call.initial_metadata()
+                if answer is None or OPEN_KEY not in answer:
                     raise SessionError(*await _status(self._call))
         except TimeoutError:
             await self.close()

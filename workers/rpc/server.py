@@ -17,7 +17,7 @@ import msgspec
 
 from workers.protocol import Cancel, Down, Generate, Hello, Purged, StepOutputs, decode_down, encode
 from workers.rpc.outbox import Outbox, frames
-from workers.rpc.wire import MAX_FRAME, ORPHAN_WAIT_S, SECRET_KEY, SERVER_OPTIONS, SERVICE, cancel_all
+from workers.rpc.wire import MAX_FRAME, OPEN_KEY, ORPHAN_WAIT_S, SECRET_KEY, SERVER_OPTIONS, SERVICE, cancel_all
 
 
 class WorkerServer:
@@ -143,7 +143,7 @@ class WorkerServer:
             await context.abort(grpc.StatusCode.ABORTED, "another gateway took this worker over")
 
     async def _talk(self, session: _Session, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        await context.send_initial_metadata(())
+        await context.send_initial_metadata(((OPEN_KEY, "1"),))
         await self._greet(context)
         self._outbox.open()
         reader = asyncio.create_task(self._read(context))

@@ -8,6 +8,8 @@ from typing import Any
 SERVICE = "forebay.Worker"
 METHOD = f"/{SERVICE}/Session"
 SECRET_KEY = "forebay-secret"  # noqa: S105 - the metadata key, not a secret
+OPEN_KEY = "forebay-session"
+"""In the answer's first metadata when the worker lets the caller in; a refusal has none."""
 MAX_FRAME = 64 * 2**20
 KEEPALIVE_S = 10
 KEEPALIVE_TIMEOUT_S = 5
