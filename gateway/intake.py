@@ -101,7 +101,7 @@ class Prepared:
     """A request that is ready for admission, quota and queue."""
 
     job: Job
-    generate: Generate
+    generate: Generate = field(repr=False)
     """Without a trace: the dispatcher adds the chat span's context."""
     request: AnyRequest = field(repr=False)
     tokenizer: TextTokenizer = field(repr=False)
