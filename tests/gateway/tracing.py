@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from gateway import trace_attributes as attributes
+from gateway.metrics import Metrics
 from gateway.settings import Settings
-from gateway.telemetry import RequestTrace, Telemetry
+from gateway.telemetry import RequestTrace, Telemetry, setup
 from gateway.trace import Span
 from policies.types import (
     AdmissionDecision,
@@ -22,12 +23,15 @@ from policies.types import (
     TenantId,
     Usage,
 )
+from tests.otlp import OtlpReceiver, Tree, check_tree
 from workers.engine.record import SequenceRecord, StepRecord
 from workers.protocol import Generate, SamplingParams
 
 ROUTE = "/v1/chat/completions"
 ROOT = f"POST {ROUTE}"
 MODEL = "tiny"
+PARENT = "4bf92f3577b34da6a3ce929d0e0e4736"
+CALLER = "00f067aa0ba902b7"
 REMAINING = {"requests": LimitState(600, 599, 0.1), "tokens": LimitState(200_000, 199_000, 0.3)}
 
 
@@ -159,3 +163,21 @@ def records(sent: Generate, base_ns: int, *, preempted: bool = False) -> list[Se
 def step(number: int, base_ns: int, ids: list[str], took_ns: int = 1_000_000) -> StepRecord:
     """An engine step."""
     return StepRecord(number, base_ns, base_ns + took_ns, took_ns // 2, len(ids), 1, 3, 0.25, ids)
+
+
+def inbound(flags: str = "01", state: bytes = b"vendor=1") -> tuple[tuple[bytes, bytes], ...]:
+    """Headers of a caller that traces."""
+    return (b"traceparent", f"00-{PARENT}-{CALLER}-{flags}".encode()), (b"tracestate", state)
+
+
+def build(collector: OtlpReceiver, metrics: Metrics | None = None, **options: Any) -> Telemetry:
+    """A gateway's telemetry that exports to ``collector``."""
+    endpoint = {"otlp_endpoint": collector.endpoint, "otlp_protocol": collector.protocol}
+    return setup(settings(**endpoint, **options), metrics, env={}, instance="gw-1")
+
+
+def received(telemetry: Telemetry, collector: OtlpReceiver, **checks: Any) -> Tree:
+    """The one trace that was exported."""
+    assert telemetry.flush()
+    (spans,) = collector.traces().values()
+    return check_tree(spans, **checks)

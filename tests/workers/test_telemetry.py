@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from workers.engine.record import SequenceRecord, StepRecord
 from workers.engine.testing import FakeRunner
 from workers.metrics import Sources, WorkerMetrics
 from workers.protocol import Generate, SamplingParams, WorkerStats
-from workers.spans import SpanContext, SpanData, format_traceparent, parse_traceparent
+from workers.spans import parse_traceparent
 from workers.telemetry import SpanSink, exporter, resource
 from workers.tracing import HOLD_S, MOST_HELD, WorkerTelemetry
 from workers.tracing import setup as worker_setup
@@ -373,51 +372,6 @@ def test_a_worker_exports_by_its_environment(collector: OtlpReceiver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "endpoint", "protocol", "expected"),
-    [
-        ({}, None, None, None),
-        ({}, "http://c:4317", None, ("http://c:4317", "grpc")),
-        ({}, "c:4317", "grpc", ("http://c:4317", "grpc")),
-        ({}, "https://c:4318", "http/protobuf", ("https://c:4318/v1/traces", "http/protobuf")),
-        ({}, "http://c:4318/base/", "http/protobuf", ("http://c:4318/base/v1/traces", "http/protobuf")),
-        ({}, "http://c:4318/v1/traces", "http/protobuf", ("http://c:4318/v1/traces", "http/protobuf")),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://e:4317"}, None, None, ("http://e:4317", "grpc")),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://e:4317"}, "http://c:4317", None, ("http://c:4317", "grpc")),
-        (
-            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://e", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
-            None, None, ("http://e/v1/traces", "http/protobuf"),
-        ),
-        (
-            {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://e/in", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://f"},
-            None, "http/protobuf", ("http://e/in", "http/protobuf"),
-        ),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://e", "OTEL_SDK_DISABLED": "true"}, None, None, None),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://e", "OTEL_TRACES_EXPORTER": "none"}, None, None, None),
-        ({"OTEL_TRACES_EXPORTER": "none"}, "http://c:4317", None, ("http://c:4317", "grpc")),
-    ],
-)  # fmt: skip
-def test_where_to_export(
-    env: dict[str, str], endpoint: str | None, protocol: str | None, expected: tuple[str, str] | None
-) -> None:
-    """The YAML wins where it names a value, ``OTEL_*`` fill the rest."""
-    found = where.target(env, endpoint, protocol)
-    assert (found and (found.endpoint, found.protocol)) == expected
-
-
-@pytest.mark.parametrize(
-    ("env", "endpoint", "protocol", "message"),
-    [
-        ({}, "http://c", "http/json", "telemetry.otlp_protocol: 'http/json'"),
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http://c", None, "OTEL_EXPORTER_OTLP_PROTOCOL: 'http/json'"),
-        ({}, "ftp://c", None, "'ftp://c' is no http"),
-    ],
-)
-def test_a_wrong_target_is_named(env: dict[str, str], endpoint: str, protocol: str | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        where.target(env, endpoint, protocol)
-
-
-@pytest.mark.parametrize(
     "header",
     ["", "00-x", f"00-{'z' * 32}-{'1' * 16}-01", f"00-{'0' * 32}-{'1' * 16}-01", f"00-{'1' * 32}-{'0' * 16}-01"],
 )
@@ -430,28 +384,3 @@ def test_a_malformed_context_builds_nothing(
     worker.record(record)
     worker.keep("job-1", True)
     assert spans(sink, collector) == []
-
-
-def test_context_round_trips() -> None:
-    context = SpanContext(2**127, 3, sampled=False, tracestate="a=1", remote=True)
-    assert parse_traceparent(format_traceparent(context)) == context
-
-
-def test_a_sink_sheds_when_full_and_after_its_end(collector: OtlpReceiver) -> None:
-    target = where.target(collector.env)
-    assert target is not None
-    dropped: list[tuple[str, int]] = []
-    sink = SpanSink(
-        exporter(target),
-        resource({}, "x", None, {}),
-        capacity=4,
-        on_dropped=lambda reason, n: dropped.append((reason, n)),
-    )
-    five = [SpanData(f"s{n}", SpanContext(1, n + 1), start_ns=1, end_ns=2) for n in range(5)]
-    assert not sink.submit(five)
-    assert sink.submit(five[:4])
-    sink.shutdown()
-    assert not sink.submit(five[:1])
-    assert dropped == [("queue_full", 5), ("shutdown", 1)]
-    assert len(collector.spans()) == 4
-    gc.collect()
