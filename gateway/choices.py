@@ -165,6 +165,8 @@ class ChoiceStream:
         stopped_early = self._stops.stopped and finish is None
         if self._stops.stopped:
             finish, error = "stop", None
+        elif finish == "error":
+            error = error or "internal"
         self.finish = finish
         return ChoiceDelta(
             self.index, "".join(pieces), billed, tuple(self._released()), finish, error, stopped=stopped_early

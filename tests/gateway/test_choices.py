@@ -139,6 +139,11 @@ def test_held_text_comes_out_with_any_end(finish: str) -> None:
     assert delta.error == ("internal" if finish == "error" else None)
 
 
+def test_an_error_without_a_code_is_an_internal_one() -> None:
+    delta = stream().feed(byte_tokens("a"), finish="error")
+    assert (delta.finish, delta.error) == ("error", "internal")
+
+
 def test_an_incomplete_character_at_the_end_becomes_one_replacement() -> None:
     choice = stream()
     assert choice.feed(byte_tokens("é")[:1]).text == ""

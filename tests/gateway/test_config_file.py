@@ -230,7 +230,9 @@ def with_policies(tmp_path: Path, policies: str) -> Loaded:
 def test_policies_are_checked_against_the_registry_with_lines(tmp_path: Path) -> None:
     loaded = with_policies(
         tmp_path,
-        "auth: {use: none, with: {tenant: dev}}\nscheduling:\n  use: vtcc\nadmission:\n  use: bounded\n  with:\n    max_queud: 5\n",
+        "auth: {use: none, with: {tenant: dev}}\n"
+        "scheduling:\n  use: vtcc\n"
+        "admission:\n  use: bounded\n  with:\n    max_queud: 5\n",
     )
     with pytest.raises(ConfigErrors) as caught:
         loaded.verify(registry())
