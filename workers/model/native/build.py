@@ -23,7 +23,7 @@ from pathlib import Path
 from workers.model_store import cache_dir
 
 SOURCES = ("vec.h", "pool.h", "linear.h", "attention.h", "step.cpp")
-OPTIONS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread", "-w")
+OPTIONS = ("-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread", "-w")
 _HERE = Path(__file__).parent
 
 
@@ -40,6 +40,11 @@ def compiler() -> str | None:
 def architecture_flag() -> str:
     """``-march=native``, or what ``FOREBAY_NATIVE_MARCH`` says (tests build the AVX2 and portable paths with it)."""
     return f"-march={os.environ.get('FOREBAY_NATIVE_MARCH', 'native')}"
+
+
+def optimisation() -> str:
+    """``-O3``, or what ``FOREBAY_NATIVE_OPT`` says (a test compiles faster with ``-O1``)."""
+    return os.environ.get("FOREBAY_NATIVE_OPT", "-O3")
 
 
 def library() -> Path:
@@ -65,7 +70,7 @@ def library() -> Path:
 def _compile(cxx: str, folder: Path, place: Path) -> None:
     handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
-    command = [cxx, *OPTIONS, architecture_flag(), "-o", name, str(_HERE / "step.cpp")]
+    command = [cxx, *OPTIONS, optimisation(), architecture_flag(), "-o", name, str(_HERE / "step.cpp")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
         if done.returncode != 0:
@@ -84,7 +89,15 @@ def _key(cxx: str) -> str:
     for source in SOURCES:
         digest.update((_HERE / source).read_bytes())
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout  # noqa: S603
-    for part in (cxx, version, " ".join(OPTIONS), architecture_flag(), _cpu_flags(), platform.machine()):
+    for part in (
+        cxx,
+        version,
+        " ".join(OPTIONS),
+        optimisation(),
+        architecture_flag(),
+        _cpu_flags(),
+        platform.machine(),
+    ):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:20]
 

@@ -1,0 +1,60 @@
+"""Compiling once: under a lock, whole or not at all, and a clear reason when it cannot be done."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers.model.native import build
+
+
+@pytest.fixture
+def compiler_that_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that counts its calls and writes a tiny file; compiling for real is test_kernel.py's business."""
+    script, log = tmp_path / "cxx", tmp_path / "calls"
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit 0\necho call >> {log}\nsleep 0.3\n'
+        'while [ "$1" != -o ]; do shift; done\necho built > "$2"\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    return log
+
+
+def test_processes_starting_together_compile_once(compiler_that_logs: Path) -> None:
+    command = [sys.executable, "-c", "from workers.model.native.build import library; print(library())"]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) for _ in range(3)]
+    paths = {process.communicate(timeout=60)[0].strip() for process in started}
+    assert len(paths) == 1
+    assert Path(paths.pop()).read_text() == "built\n"
+    assert compiler_that_logs.read_text() == "call\n"
+
+
+def test_the_name_follows_the_flags(compiler_that_logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build.library()
+    monkeypatch.setenv("FOREBAY_NATIVE_MARCH", "x86-64-v3")
+    build._key.cache_clear()
+    assert build.library() != first
+
+
+def test_no_compiler_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(build.NativeUnavailableError, match=r"no C\+\+ compiler"):
+        build.library()
+
+
+def test_a_failing_compiler_leaves_nothing_behind(compiler_that_logs: Path, tmp_path: Path) -> None:
+    Path(os.environ["CXX"]).write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "step.cpp:1: error: no such luck" >&2\nexit 1\n'
+    )
+    build._key.cache_clear()
+    with pytest.raises(build.NativeUnavailableError, match="no such luck"):
+        build.library()
+    assert [path.name for path in (tmp_path / "cache" / "kernels").iterdir()] == ["lock"]

@@ -1,0 +1,184 @@
+"""The native step against transformers, and its promise that nothing but a row's own past changes a bit of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.model import tiny
+from workers.model.config import read_config
+from workers.model.native.build import compiler
+from workers.model.native.decoder import NativeCache, NativeDecoder, Rows
+from workers.model.weights import SafetensorsSource, Weights
+
+BLOCK = 16
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "one key head": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16},
+    "no groups, wide heads": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 80},
+    "twelve on two": {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 16},
+    "odd vocabulary": {"hidden_size": 64, "head_dim": 32, "vocab_size": 301, "tie_word_embeddings": False},
+}
+
+
+class Kernel:
+    """A kernel over one model directory; lays out chunks by hand."""
+
+    def __init__(
+        self,
+        directory: Path,
+        dtype: torch.dtype = torch.float32,
+        threads: int = 2,
+        block: int = BLOCK,
+        blocks: int = 160,
+    ) -> None:
+        config = read_config(directory)
+        self.cache = NativeCache(config, blocks, block, dtype)
+        self.block = block
+        with SafetensorsSource(directory) as source, torch.inference_mode():
+            weights = Weights(source, dtype, torch.device("cpu"))
+            self.decoder = NativeDecoder(config, weights, 4096, self.cache, dtype, threads)
+
+    def run(self, *chunks: tuple[list[int], int, list[int]], every: bool = True) -> Tensor:
+        """Logits of every row of chunks (known tokens, first position computed, block table)."""
+        rows = Rows()
+        for tokens, start, table in chunks:
+            rows.first.append(len(rows.tokens))
+            rows.count.append(len(tokens) - start)
+            rows.table.append(len(rows.blocks))
+            rows.blocks.extend(table)
+            for position in range(start, len(tokens)):
+                rows.tokens.append(tokens[position])
+                rows.positions.append(position)
+                rows.slots.append(table[position // self.block] * self.block + position % self.block)
+            rows.sample_rows.extend(range(rows.first[-1] if every else len(rows.tokens) - 1, len(rows.tokens)))
+        logits, best = self.decoder.forward(rows)
+        assert list(best) == logits.argmax(-1).tolist()
+        return logits.clone()
+
+
+def table(tokens: int, seed: int, block: int = BLOCK, blocks: int = 160) -> list[int]:
+    """Blocks for so many tokens, in no order."""
+    return np.random.default_rng(seed).permutation(blocks)[: -(-tokens // block)].tolist()
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def shaped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    made = tiny.model(3, **{"max_position_embeddings": 4096, **SHAPES[request.param]})
+    return made, tiny.write_directory(made, tmp_path_factory.mktemp("model"))
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 300, count).tolist()
+
+
+def truth(made: Any, tokens: list[int]) -> Tensor:
+    with torch.inference_mode():
+        return made(torch.tensor([tokens])).logits[0]
+
+
+def test_fp32_logits_equal_transformers(shaped: tuple[Any, Path]) -> None:
+    made, directory = shaped
+    kernel = Kernel(directory)
+    for count in (1, 15, 16, 17, 70):
+        tokens = ids(count, count)
+        torch.testing.assert_close(
+            kernel.run((tokens, 0, table(count, count))), truth(made, tokens), rtol=2e-4, atol=2e-4
+        )
+
+
+def test_bf16_logits_stay_close(shaped: tuple[Any, Path]) -> None:
+    made, directory = shaped
+    tokens = ids(70)
+    got, want = Kernel(directory, torch.bfloat16).run((tokens, 0, table(70, 1))), truth(made, tokens)
+    assert (got - want).norm() / want.norm() <= 2e-2
+
+
+def test_chunks_batch_placement_and_threads_change_no_bit(shaped: tuple[Any, Path]) -> None:
+    """engine H5: one logical sequence, any placement and company: bit-equal."""
+    _, directory = shaped
+    tokens = ids(90)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = Kernel(directory, dtype).run((tokens, 0, table(90, 1)))
+        for threads in (1, 3):
+            assert torch.equal(Kernel(directory, dtype, threads).run((tokens, 0, table(90, 2))), whole)
+        kernel, blocks = Kernel(directory, dtype, blocks=200), table(90, 3)
+        parts = [kernel.run((tokens[: start + 7], start, blocks)) for start in range(0, 90, 7)]
+        assert torch.equal(torch.cat(parts), whole)
+        others = [(ids(n, n), 0, list(range(160 + 4 * i, 164 + 4 * i))) for i, n in enumerate((1, 30, 64))]
+        together = kernel.run((tokens, 0, blocks), *others)
+        assert torch.equal(together[:90], whole)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_a_context_of_several_splits_is_merged_in_order(tmp_path: Path, block: int) -> None:
+    made = tiny.model(5, max_position_embeddings=4096, hidden_size=64, head_dim=16)
+    directory, tokens = tiny.write_directory(made, tmp_path), ids(2100)
+    kernel, blocks = Kernel(directory, block=block), table(2101, 1, block)
+    want = truth(made, tokens)
+    got = torch.cat([kernel.run((tokens[: start + 700], start, blocks)) for start in range(0, 2100, 700)])
+    torch.testing.assert_close(got, want, rtol=5e-4, atol=5e-4)
+    decoded = kernel.run((tokens, 2099, blocks))
+    assert torch.equal(decoded[0], got[-1])
+
+
+def test_only_planned_rows_are_computed(tmp_path: Path) -> None:
+    kernel = Kernel(tiny.write_directory(tiny.model(1, hidden_size=64, head_dim=16), tmp_path))
+    kernel.run((ids(33), 0, table(33, 1)), (ids(2), 1, [150]))
+    assert kernel.decoder.rows_computed == 34
+
+
+def test_copied_and_zeroed_blocks_are_what_they_say(tmp_path: Path) -> None:
+    kernel = Kernel(tiny.write_directory(tiny.model(1, hidden_size=64, head_dim=16), tmp_path))
+    tokens = ids(40)
+    want = kernel.run((tokens, 0, [1, 2, 3]))[-1]
+    kernel.cache.copy([(1, 11), (2, 12), (3, 13)])
+    kernel.cache.zero([1, 2, 3])
+    assert not kernel.cache.data[:, [1, 2, 3]].any()
+    assert torch.equal(kernel.run((tokens, 39, [11, 12, 13]))[-1], want)
+
+
+def test_a_shape_it_cannot_run_is_named(tmp_path: Path) -> None:
+    from workers.model.native.build import NativeUnavailableError
+
+    directory = tiny.write_directory(tiny.model(1), tmp_path)  # head_dim 8
+    with pytest.raises(NativeUnavailableError, match="head_dim=8 is not a multiple of 16"):
+        Kernel(directory)
+
+
+@pytest.mark.parametrize("march", ["x86-64-v3", "x86-64"])
+def test_narrower_machines_compute_the_same(march: str, tmp_path: Path) -> None:
+    """The AVX2 and the portable path, each in a process of its own, against transformers."""
+    made = tiny.model(3, hidden_size=64, head_dim=32)
+    directory, tokens = tiny.write_directory(made, tmp_path / "model"), ids(70)
+    script = f"""
+import torch
+from pathlib import Path
+from tests.workers.model.native.test_kernel import Kernel, table
+for dtype in (torch.float32, torch.bfloat16):
+    kernel = Kernel(Path({str(directory)!r}), dtype)
+    torch.save(kernel.run(({tokens}, 0, table(70, 1))), {str(tmp_path)!r} + f"/{{dtype}}.pt")
+print(kernel.decoder.isa)
+"""
+    import os
+
+    env = {**os.environ, "FOREBAY_NATIVE_MARCH": march, "FOREBAY_NATIVE_OPT": "-O1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == {"x86-64-v3": "avx2", "x86-64": "portable"}[march]
+    want = truth(made, tokens)
+    torch.testing.assert_close(torch.load(tmp_path / "torch.float32.pt"), want, rtol=2e-4, atol=2e-4)
+    half = torch.load(tmp_path / "torch.bfloat16.pt")
+    assert (half - want).norm() / want.norm() <= 2e-2
+
+
+def test_there_is_a_compiler_on_the_test_machine() -> None:
+    """Without one the rest of this file would test nothing."""
+    assert compiler() is not None
