@@ -98,7 +98,7 @@ class Desk:
                 self.queue.finish(job.id, Charge(), now)
         except Exception as failure:  # a foreign scheduling policy: its caller must have an end all the same
             self.monitor.fault("scheduling")
-            _log.error("scheduling_failed", policy=self.policy_name, exception=log.describe(failure))
+            _log.error("scheduling_failed", policy=self.policy_name, failure=log.describe(failure))
         self._end_span(ticket, error, now, queued=queued)
         if not self.tickets:
             self._idle.set()

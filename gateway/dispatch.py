@@ -230,7 +230,7 @@ class Dispatcher:
                 self._fill(now)
         except Exception as error:  # a foreign scheduling policy: the jobs stay, their wait runs out at worst
             policy = self._desk.policy_name
-            _log.error("turn_failed", model=self.model.name, policy=policy, exception=log.describe(error))
+            _log.error("turn_failed", model=self.model.name, policy=policy, failure=log.describe(error))
             self._desk.monitor.fault("scheduling")
         self._arm(now)
 
@@ -306,7 +306,7 @@ class Dispatcher:
             decision = self._routing().choose(job, [room.view for room in fitting.values()], now)
             room = fitting[decision.worker]
         except Exception as error:
-            _log.error("routing_failed", model=self.model.name, exception=log.describe(error))
+            _log.error("routing_failed", model=self.model.name, failure=log.describe(error))
             self._desk.monitor.fault("routing")
             room = min(fitting.values(), key=lambda room: room.view.inflight)
             decision = RouteDecision(room.view.name, "load")

@@ -72,7 +72,7 @@ class Gatekeeper:
 
     def _closed(self, kind: str, name: str, cause: Exception, retry_after_s: float) -> ApiError:
         self._monitor.fault(kind)
-        _log.error("policy_failed", kind=kind, policy=name, exception=log.describe(cause))
+        _log.error("policy_failed", kind=kind, policy=name, failure=log.describe(cause))
         return unavailable(f"The {kind} service is not available. Retry later.", f"{kind}_unavailable", retry_after_s)
 
 

@@ -53,7 +53,7 @@ class Landing:
             try:
                 self._take(flight, output, now)
             except Exception as error:
-                _log.error("output_failed", job=output.id, exception=log.describe(error))
+                _log.error("output_failed", job=output.id, failure=log.describe(error))
                 self._desk.monitor.fault("outputs")
                 self._desk.stop(flight)
                 self._desk.end(flight.ticket, internal(), now)

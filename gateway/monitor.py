@@ -112,4 +112,4 @@ class LiveMonitor(Monitor):
 
     def _observer_failed(self, plugin: str, error: Exception) -> None:
         self._metrics.fault("observer")
-        _log.error("observer_failed", plugin=plugin, exception=log.describe(error))
+        _log.error("observer_failed", plugin=plugin, failure=log.describe(error))

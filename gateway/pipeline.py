@@ -150,7 +150,7 @@ class Pipeline:
             visit.end("cancelled", "server_stopping")
             raise
         except Exception as error:
-            _log.error("request_failed", request_id=visit.request_id, exception=log.describe(error))
+            _log.error("request_failed", request_id=visit.request_id, failure=log.describe(error))
             refusal = internal()
         else:
             visit.end("ok")
@@ -341,7 +341,7 @@ class Pipeline:
             except Exception as error:
                 span.fail("settle_failed")
                 self._monitor.fault("settle")
-                _log.error("settle_failed", request_id=visit.request_id, exception=log.describe(error))
+                _log.error("settle_failed", request_id=visit.request_id, failure=log.describe(error))
 
     async def _leave(self, visit: Visit) -> None:
         """Settle whatever happened, then report. A cancellation that arrives meanwhile is passed on afterwards."""

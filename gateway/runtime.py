@@ -217,4 +217,4 @@ async def _close(policy: Any) -> None:
         try:
             await inner.close()
         except Exception as error:
-            _log.error("policy_close_failed", policy=type(inner).__name__, exception=log.describe(error))
+            _log.error("policy_close_failed", policy=type(inner).__name__, failure=log.describe(error))
