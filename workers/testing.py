@@ -119,7 +119,8 @@ async def serve(settings: options.WorkerOptions, echo: Echo) -> int:
     await station.open()
     await asyncio.sleep(echo.load_s)
     if echo.fail_start:
-        log.get("worker").error("model_load_failed", detail="the echo worker was told to fail")
+        log.get("worker").error("worker_start_failed", detail="the echo worker was told to fail")
+        await station.close()
         return 3
     station.serve(
         ServedModel(
