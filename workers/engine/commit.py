@@ -20,12 +20,11 @@ MAX_DRY_STEPS = 8
 
 
 class Commit:
-    """``keep``: computed tokens stay computed (False: the comparison mode without a KV cache)."""
+    """Of the plans of one roster."""
 
-    def __init__(self, roster: Roster, block_size: int, *, keep: bool) -> None:
+    def __init__(self, roster: Roster, block_size: int) -> None:
         self._roster = roster
         self._size = block_size
-        self._keep = keep
         self._dry: dict[Sequence, int] = {}
 
     def apply(self, plan: StepPlan, result: StepResult, now: int) -> list[SequenceOutput]:
@@ -78,8 +77,7 @@ class Commit:
         if record is not None:
             if again > 0:
                 record.recomputed += again
-            if self._keep or not sequence.output_len:
-                record.chunk(plan.step, plan.started_ns, now, chunk.count)
+            record.chunk(plan.step, plan.started_ns, now, chunk.count)
 
     def _publish(self, sequence: Sequence, full: int) -> None:
         """Register the blocks that are full now. A key that exists already keeps its block."""

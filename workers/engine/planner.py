@@ -1,38 +1,29 @@
-"""Makes the plan of each step and books its result: continuous batching under one token budget. No clock, no I/O.
+"""The engine without a device and without a thread: takes requests, makes plans, books results. No clock, no I/O.
 
 Rules
-- Every step, computed tokens catch up with known tokens: decodes first, then prompts under way, then new ones, until
-  the budget is spent. Chunked prefill, prefix hits and recompute after preemption are this one rule (iteration-level
-  scheduling: Yu et al., "Orca", OSDI 2022, §3; chunks beside decodes: Agrawal et al., "Sarathi-Serve", OSDI 2024, §4).
 - ``plan`` and ``commit`` (or ``fail``) alternate. What a plan changes before its commit: blocks are taken, victims lose
   theirs. What only the commit changes: computed tokens, output, published blocks, choices that fork.
-- Out of blocks: a victim is put back in line and computed again later (recompute), never swapped. A step with a victim
-  admits nobody. Who is victim: ``ServiceCounters``; how often at most and why that cannot deadlock: ``Roster``.
-- More decodes than budget: the turn goes round in order of arrival, so each gets a token every few steps.
-- The cost of a step is linear in what runs; cached blocks and the length of the waiting line do not matter.
+- What goes into a step: ``batching.py``. What came of it: ``commit.py``. Who is where: ``roster.py``.
+- Every sequence has exactly one last output: from ``add`` (refused), ``commit``, ``cancel``, ``fail`` or ``refuse``.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from itertools import count
 
 from workers.config import EngineConfig
+from workers.engine.batching import Batching
 from workers.engine.block_pool import BlockPool
 from workers.engine.commit import Commit
 from workers.engine.outputs import last_output
-from workers.engine.plan import Chunk, StepPlan, StepResult
+from workers.engine.plan import StepPlan, StepResult
 from workers.engine.purge import PurgeTicket
 from workers.engine.record import SequenceRecord
 from workers.engine.request import Limits, SequenceMaker
 from workers.engine.roster import Roster
 from workers.engine.sequence import Sequence
-from workers.engine.waiting import by_arrival
 from workers.protocol import FinishReason, Generate, SequenceOutput, WorkerStats
-
-RECHECK_STEPS = 8
-"""A blocked head looks the prefix cache up again after so many steps even if no block became available."""
 
 
 class Planner:
@@ -66,14 +57,11 @@ class Planner:
             seed=config.seed,
             records=records,
         )
-        self._commit = Commit(self.roster, config.block_size, keep=config.kv_cache_reuse)
+        self._batching = Batching(self.roster, config)
+        self._commit = Commit(self.roster, config.block_size)
         self._ranks: Iterator[int] = count()
         self._open: StepPlan | None = None
         self._cancels: list[str] = []
-        self._turn = -1
-        """Arrival of the last sequence that got a row when the budget did not reach all; -1 when it did."""
-        self._blocked = (-1, 0, 0)
-        """The head that did not fit: its arrival, available blocks at which to try again, step at which to anyway."""
 
     def __len__(self) -> int:
         """Unfinished requests."""
@@ -131,174 +119,11 @@ class Planner:
         if self._open is not None:
             raise RuntimeError("plan: the last plan was neither committed nor failed")
         plan = StepPlan(self.step + 1, started_ns=now)
-        if self.pool.dirty:
-            plan.zero = self.pool.take_dirty()
-        budget = self.config.max_step_tokens
-        if self.config.kv_cache_reuse:
-            prompts: list[Sequence] = []
-            budget = self._decodes(plan, budget, prompts, now)
-            budget = self._prompts(plan, budget, prompts)
-        else:
-            budget = self._whole(plan, budget, now)
-        # Who just lost its blocks must not take them back in the same step, unless nothing else would run at all.
-        admits = not self.roster.preempted or not plan.chunks
-        self.roster.sweep()
-        if admits and len(self.roster.waiting):
-            self._admit(plan, budget, now)
-        if not plan.chunks and not plan.zero:
+        if not self._batching.fill(plan, now):
             return None
         self.step = plan.step
         self._open = plan
         return plan
-
-    def _order(self, budget: int) -> list[Sequence]:
-        """Running sequences, starting after the one whose turn was last."""
-        running = self.roster.running
-        if self._turn < 0:
-            return running
-        start = bisect_right(running, self._turn, key=by_arrival)
-        self._turn = -1
-        return running[start:] + running[:start]
-
-    def _decodes(self, plan: StepPlan, budget: int, prompts: list[Sequence], now: int) -> int:
-        """One row for each sequence with one token to compute; the others go to ``prompts``. Returns what is left."""
-        roster = self.roster
-        ref = self.pool.ref
-        size = self.limits.block_size
-        chunks = plan.chunks
-        append = chunks.append
-        last = -1
-        for sequence in self._order(budget):
-            computed = sequence.computed
-            if len(sequence.tokens) - computed != 1 or sequence.siblings:
-                prompts.append(sequence)
-                continue
-            if budget <= 0:
-                self._turn = last
-                break
-            if roster.preempted and roster.departed(sequence):
-                continue
-            blocks = sequence.blocks
-            index = computed // size
-            if index == len(blocks):
-                block, budget = self._block(plan, sequence, budget, now)
-                if block < 0:
-                    continue
-                blocks.append(block)
-            elif ref[blocks[index]] > 1:
-                block, budget = self._block(plan, sequence, budget, now)
-                if block < 0:
-                    continue
-                plan.copies.append((blocks[index], block))
-                self.pool.release(blocks[index : index + 1])
-                blocks[index] = block
-            append(Chunk(sequence, computed, 1, (sequence,)))
-            budget -= 1
-            last = sequence.arrival
-        return budget
-
-    def _block(self, plan: StepPlan, sequence: Sequence, budget: int, now: int) -> tuple[int, int]:
-        """A block for ``sequence``, from a victim if need be, or -1 when it is the victim; and the budget then left."""
-        roster = self.roster
-        while True:
-            block = roster.grow(sequence)
-            if block >= 0:
-                return block, budget
-            victim = roster.victim()
-            if victim is None:
-                return -1, budget
-            lost = set(victim.blocks)
-            roster.preempt(victim, now)
-            for index, chunk in enumerate(plan.chunks):
-                if chunk.sequence is victim:
-                    budget += chunk.count
-                    del plan.chunks[index]
-                    break
-            if plan.copies:
-                plan.copies = [copy for copy in plan.copies if copy[1] not in lost]
-            if victim is sequence:
-                return -1, budget
-
-    def _prompts(self, plan: StepPlan, budget: int, prompts: list[Sequence]) -> int:
-        """The next chunk of prompts (and recomputes) under way, oldest first."""
-        for sequence in prompts:
-            if budget <= 0:
-                break
-            if not (self.roster.preempted and self.roster.departed(sequence)):
-                budget -= self._chunk(plan, sequence, budget)
-        return budget
-
-    def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
-        """As many of the sequence's uncomputed tokens as budget and cap allow. Returns how many."""
-        start = sequence.computed
-        known = len(sequence.tokens)
-        rows = min(known - start, budget)
-        cap = self.config.max_chunk_tokens
-        if cap is not None and rows > cap:
-            rows = cap
-        samplers: tuple[Sequence, ...] = ()
-        if start + rows == known:
-            samplers = (sequence,)
-            if sequence.siblings:
-                roster = self.roster
-                # Slots of other leads' choices are spoken for; at least its own were kept free at admission.
-                free = roster.max_running - len(roster.running) - (roster.riders - len(sequence.siblings))
-                samplers = (sequence, *sequence.siblings[: max(0, free)])
-        plan.chunks.append(Chunk(sequence, start, rows, samplers))
-        return rows
-
-    def _whole(self, plan: StepPlan, budget: int, now: int) -> int:
-        """Without a KV cache: every known token of every sequence again, for comparison. At least one sequence."""
-        size = self.limits.block_size
-        last = -1
-        for sequence in self._order(budget):
-            if self.roster.preempted and self.roster.departed(sequence):
-                continue
-            rows = len(sequence.tokens)
-            if plan.chunks and rows > budget:
-                self._turn = last
-                return 0
-            block = 0
-            while block >= 0 and len(sequence.blocks) * size < rows:
-                block, budget = self._block(plan, sequence, budget, now)
-                if block >= 0:
-                    sequence.blocks.append(block)
-            if block >= 0:
-                plan.chunks.append(Chunk(sequence, 0, rows, (sequence,)))
-                budget -= rows
-                last = sequence.arrival
-        return budget
-
-    def _admit(self, plan: StepPlan, budget: int, now: int) -> None:
-        """Let the head of the line in while there are slots, blocks and budget. A static batch is filled at once."""
-        roster = self.roster
-        static = self.config.mode == "static"
-        fresh_batch = static and not roster.running
-        whole = not self.config.kv_cache_reuse
-        while budget > 0 or fresh_batch:
-            head = roster.waiting.head()
-            if head is None or not roster.room(head):
-                return
-            if static and not fresh_batch and not roster.waiting.returned:
-                return
-            known = len(head.tokens)
-            fits = budget > 0 and (not whole or not plan.chunks or known <= budget)
-            if not fits and not fresh_batch:
-                return
-            arrival, level, again = self._blocked
-            if arrival == head.arrival and roster.running and self.pool.available < level and plan.step < again:
-                return
-            missing = roster.admit(head, now)
-            if missing:
-                self._blocked = (head.arrival, self.pool.available + missing, plan.step + RECHECK_STEPS)
-                return
-            if not fits:
-                continue
-            if whole:
-                plan.chunks.append(Chunk(head, 0, known, (head,)))
-                budget -= known
-            else:
-                budget -= self._chunk(plan, head, budget)
 
     def commit(self, plan: StepPlan, result: StepResult, now: int = 0) -> list[SequenceOutput]:
         """Book what the runner computed; what is new about each sequence.

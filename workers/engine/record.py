@@ -154,8 +154,10 @@ class SequenceRecord:
         phase.recompute = again
 
     def chunk(self, step: int, start_ns: int, end_ns: int, tokens: int) -> None:
-        """A prefill chunk was computed."""
-        phase = self.phases[-1]
+        """A prefill chunk was computed. Ignored while it decodes: a row that is computed once more is no prefill."""
+        phase = self.phases[-1] if self.phases else None
+        if phase is None or phase.kind != "prefill":
+            return
         phase.tokens += tokens
         phase.chunks += 1
         if len(self.chunks) < MAX_CHUNKS:

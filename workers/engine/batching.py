@@ -1,0 +1,219 @@
+"""What goes into a step: continuous batching under one token budget.
+
+Rules
+- Every step, computed tokens catch up with known tokens: decodes first, then prompts under way, then new ones, until
+  the budget is spent. Chunked prefill, prefix hits and recompute after preemption are this one rule (iteration-level
+  scheduling: Yu et al., "Orca", OSDI 2022, §3; chunks beside decodes: Agrawal et al., "Sarathi-Serve", OSDI 2024, §4).
+- Out of blocks: a victim is put back in line and computed again later (recompute), never swapped. A step with a victim
+  admits nobody. Who is victim: ``ServiceCounters``; how often at most and why that cannot deadlock: ``Roster``.
+- More decodes than budget: the turn goes round in order of arrival, so each gets a token every few steps.
+- The cost of a step is linear in what runs; cached blocks and the length of the waiting line do not matter.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from workers.config import EngineConfig
+from workers.engine.plan import Chunk, StepPlan
+from workers.engine.roster import Roster
+from workers.engine.sequence import Sequence
+from workers.engine.waiting import by_arrival
+
+RECHECK_STEPS = 8
+"""A blocked head looks the prefix cache up again after so many steps even if no block became available."""
+
+
+class Batching:
+    """Fills the plans of one roster."""
+
+    def __init__(self, roster: Roster, config: EngineConfig) -> None:
+        self._roster = roster
+        self._pool = roster.pool
+        self._size = roster.limits.block_size
+        self._config = config
+        self._turn = -1
+        """Arrival of the last sequence that got a row when the budget did not reach all; -1 when it did."""
+        self._mixed = False
+        """Whether the plan under way may have a decode behind a prompt chunk."""
+        self._blocked = (-1, 0, 0)
+        """The head that did not fit: its arrival, available blocks at which to try again, step at which to anyway."""
+
+    def fill(self, plan: StepPlan, now: int) -> bool:
+        """Put chunks, copies and blocks to zero into an empty plan. False when there is nothing to do."""
+        roster = self._roster
+        if self._pool.dirty:
+            plan.zero = self._pool.take_dirty()
+        budget = self._config.max_step_tokens
+        if self._config.kv_cache_reuse:
+            prompts: list[Sequence] = []
+            budget = self._decodes(plan, budget, prompts, now)
+            budget = self._prompts(plan, budget, prompts)
+        else:
+            budget = self._whole(plan, budget, now)
+        # Who just lost its blocks must not take them back in the same step, unless nothing else would run at all.
+        admits = not roster.preempted or not plan.chunks
+        roster.sweep()
+        if admits and len(roster.waiting):
+            self._admit(plan, budget, now)
+        if self._mixed:
+            # Runners rely on decodes coming first.
+            plan.chunks.sort(key=lambda chunk: not chunk.is_decode)
+            self._mixed = False
+        if not plan.chunks:
+            plan.zero += self._pool.take_dirty()
+        return bool(plan.chunks or plan.zero)
+
+    def _order(self) -> list[Sequence]:
+        """Running sequences, starting after the one whose turn was last."""
+        running = self._roster.running
+        if self._turn < 0:
+            return running
+        start = bisect_right(running, self._turn, key=by_arrival)
+        self._turn = -1
+        return running[start:] + running[:start]
+
+    def _decodes(self, plan: StepPlan, budget: int, prompts: list[Sequence], now: int) -> int:
+        """One row for each sequence with one token to compute; the others go to ``prompts``. Returns what is left."""
+        roster = self._roster
+        ref = self._pool.ref
+        size = self._size
+        chunks = plan.chunks
+        append = chunks.append
+        last = -1
+        for sequence in self._order():
+            computed = sequence.computed
+            if len(sequence.tokens) - computed != 1 or sequence.high_water < sequence.prompt_len:
+                prompts.append(sequence)
+                continue
+            if computed < sequence.prompt_len:
+                self._mixed = True  # its prompt was computed but gave no token; choices may share its last block
+            if budget <= 0:
+                self._turn = last
+                break
+            if roster.preempted and roster.departed(sequence):
+                continue
+            blocks = sequence.blocks
+            index = computed // size
+            if index == len(blocks):
+                block, budget = self._block(plan, sequence, budget, now)
+                if block < 0:
+                    continue
+                blocks.append(block)
+            elif ref[blocks[index]] > 1:
+                block, budget = self._block(plan, sequence, budget, now)
+                if block < 0:
+                    continue
+                plan.copies.append((blocks[index], block))
+                self._pool.release(blocks[index : index + 1])
+                blocks[index] = block
+            append(Chunk(sequence, computed, 1, (sequence,)))
+            budget -= 1
+            last = sequence.arrival
+        return budget
+
+    def _block(self, plan: StepPlan, sequence: Sequence, budget: int, now: int) -> tuple[int, int]:
+        """A block for ``sequence``, from a victim if need be, or -1 when it is the victim; and the budget then left."""
+        roster = self._roster
+        while True:
+            block = roster.grow(sequence)
+            if block >= 0:
+                return block, budget
+            # Purged blocks given back in this step are there in the next, zeroed: no reason for another victim.
+            victim = None if self._pool.dirty else roster.victim()
+            if victim is None:
+                return -1, budget
+            lost = set(victim.blocks)
+            roster.preempt(victim, now)
+            for index, chunk in enumerate(plan.chunks):
+                if chunk.sequence is victim:
+                    budget += chunk.count
+                    del plan.chunks[index]
+                    break
+            if plan.copies:
+                plan.copies = [copy for copy in plan.copies if copy[1] not in lost]
+            if victim is sequence:
+                return -1, budget
+
+    def _prompts(self, plan: StepPlan, budget: int, prompts: list[Sequence]) -> int:
+        """The next chunk of prompts (and recomputes) under way, oldest first."""
+        for sequence in prompts:
+            if budget <= 0:
+                break
+            if not (self._roster.preempted and self._roster.departed(sequence)):
+                budget -= self._chunk(plan, sequence, budget)
+        return budget
+
+    def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
+        """As many of the sequence's uncomputed tokens as budget and cap allow. Returns how many."""
+        start = sequence.computed
+        known = len(sequence.tokens)
+        rows = min(known - start, budget)
+        cap = self._config.max_chunk_tokens
+        if cap is not None and rows > cap:
+            rows = cap
+        samplers: tuple[Sequence, ...] = ()
+        if start + rows == known:
+            samplers = (sequence,)
+            if sequence.siblings:
+                roster = self._roster
+                # Slots of other leads' choices are spoken for; at least its own were kept free at admission.
+                free = roster.max_running - len(roster.running) - (roster.riders - len(sequence.siblings))
+                samplers = (sequence, *sequence.siblings[: max(0, free)])
+        if rows == 1 and start >= sequence.prompt_len:
+            self._mixed = True
+        plan.chunks.append(Chunk(sequence, start, rows, samplers))
+        return rows
+
+    def _whole(self, plan: StepPlan, budget: int, now: int) -> int:
+        """Without a KV cache: every known token of every sequence again, for comparison. At least one sequence."""
+        size = self._size
+        last = -1
+        for sequence in self._order():
+            if self._roster.preempted and self._roster.departed(sequence):
+                continue
+            rows = len(sequence.tokens)
+            if plan.chunks and rows > budget:
+                self._turn = last
+                return 0
+            block = 0
+            while block >= 0 and len(sequence.blocks) * size < rows:
+                block, budget = self._block(plan, sequence, budget, now)
+                if block >= 0:
+                    sequence.blocks.append(block)
+            if block >= 0:
+                plan.chunks.append(Chunk(sequence, 0, rows, (sequence,)))
+                budget -= rows
+                last = sequence.arrival
+        return budget
+
+    def _admit(self, plan: StepPlan, budget: int, now: int) -> None:
+        """Let the head of the line in while there are slots, blocks and budget. A static batch is filled at once."""
+        roster = self._roster
+        static = self._config.mode == "static"
+        fresh_batch = static and not roster.running
+        whole = not self._config.kv_cache_reuse
+        while budget > 0 or fresh_batch:
+            head = roster.waiting.head()
+            if head is None or not roster.room(head):
+                return
+            if static and not fresh_batch and not roster.waiting.returned:
+                return
+            known = len(head.tokens)
+            fits = budget > 0 and (not whole or not plan.chunks or known <= budget)
+            if not fits and not fresh_batch:
+                return
+            arrival, level, again = self._blocked
+            if arrival == head.arrival and roster.running and self._pool.available < level and plan.step < again:
+                return
+            missing = roster.admit(head, now)
+            if missing:
+                self._blocked = (head.arrival, self._pool.available + missing, plan.step + RECHECK_STEPS)
+                return
+            if not fits:
+                continue
+            if whole:
+                plan.chunks.append(Chunk(head, 0, known, (head,)))
+                budget -= known
+            else:
+                budget -= self._chunk(plan, head, budget)
