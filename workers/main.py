@@ -22,6 +22,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from workers import lifeline, log
+from workers.model_store import resolve
 from workers.options import OptionsError, WorkerOptions, parse
 from workers.station import ServedModel, Station
 
@@ -160,9 +161,10 @@ async def _load(options: WorkerOptions) -> ServedModel:
 def load_model(options: WorkerOptions) -> ServedModel:
     """Load with torch and log what it takes. Raises ValueError, OSError, and whatever torch finds."""
     began = time.monotonic()
-    from workers.model.loading import load  # torch: seconds
+    files = resolve(options.source, base_dir=options.base_dir, progress=_progress())
+    from workers.model.loading import load  # torch: seconds, and in vain if there were no model
 
-    loaded = load(options.source, options.engine, base_dir=options.base_dir, progress=_progress())
+    loaded = load(files, options.engine)
     logger.info("model_loaded", seconds=round(time.monotonic() - began, 2), **figures(loaded))
     return ServedModel(
         runner=loaded.runner,
