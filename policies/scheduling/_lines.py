@@ -93,6 +93,7 @@ class Lines:
 
 
 K = TypeVar("K", bound=Hashable)
+_FEW = 32
 
 
 class Ranking(Generic[K]):
@@ -137,8 +138,12 @@ class Ranking(Generic[K]):
                 refused.append(heapq.heappop(self._heap))
             return None
         finally:
-            for entry in refused:
-                heapq.heappush(self._heap, entry)
+            if len(refused) > _FEW:  # heapify is O(n) and fast; pushing each back is O(k log n)
+                self._heap += refused
+                heapq.heapify(self._heap)
+            else:
+                for entry in refused:
+                    heapq.heappush(self._heap, entry)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -71,3 +71,15 @@ def test_ranking_sweeps_stale_entries() -> None:
         ranking.set("key", rank)
     assert len(ranking._heap) < 200
     assert ranking.first(lambda key: key == "key") == "key"
+
+
+def test_ranking_keeps_its_order_after_many_were_refused() -> None:
+    ranking: Ranking[int] = Ranking()
+    for key in range(500):
+        ranking.set(key, (key * 7919) % 500)
+    assert ranking.first(lambda key: False) is None
+    order = []
+    while (key := ranking.first(lambda key: True)) is not None:
+        order.append((key * 7919) % 500)
+        ranking.remove(key)
+    assert order == list(range(500))
