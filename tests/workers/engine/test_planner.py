@@ -138,7 +138,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 TestPlannerMachine = PlannerMachine.TestCase
-TestPlannerMachine.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
+TestPlannerMachine.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
 
 
 @settings(max_examples=40, deadline=None)
