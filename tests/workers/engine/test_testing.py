@@ -109,10 +109,10 @@ def one_scope(planner: Planner) -> None:
     planner.pool.lookup = foreign  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("sabotage", [no_copy, early_publish, one_scope])
-def test_sabotaged_planner_is_caught(sabotage: Callable[[Planner], None]) -> None:
+@pytest.mark.parametrize(("sabotage", "cap"), [(no_copy, None), (early_publish, 3), (one_scope, None)])
+def test_sabotaged_planner_is_caught(sabotage: Callable[[Planner], None], cap: int | None) -> None:
     """The mistakes that matter cannot hide from it, end to end."""
-    planner = Planner(EngineConfig(block_size=4, max_chunk_tokens=3), blocks=64, max_context=1000)
+    planner = Planner(EngineConfig(block_size=4, max_step_tokens=16, max_chunk_tokens=cap), blocks=64, max_context=1000)
     sabotage(planner)
     runner = FakeRunner(64, 4)
     prompt = list(range(14))
