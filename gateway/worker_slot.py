@@ -2,8 +2,9 @@
 
 Rules
 - One task per slot does everything in turn; a slot has at most one worker at a time.
-- A worker is lost when its process ends, its stream breaks, it breaks the protocol, or it has work and makes no step
-  for ``step_stall_s``. The listener hears of it first; then what is left of the process is killed.
+- A worker is lost when its process ends, its stream breaks, it breaks the protocol, it has work and makes no step for
+  ``step_stall_s``, or it says nothing at all for a little longer (idle, it reports once a second). The listener hears
+  of it first; then what is left of the process is killed.
 - Restarts wait exponentially longer (with jitter, so that many do not start in step); a worker that was ready for
   ``stable_s`` starts the count afresh.
 - Only the worker's own end counts here; what single requests came to is the handle's breaker's business.
@@ -43,6 +44,8 @@ class SlotOptions:
     """Seconds, unless said otherwise."""
 
     step_stall_s: float = 30.0
+    silence_slack_s: float = 5.0
+    """So much longer than ``step_stall_s`` may an idle worker be silent."""
     start_timeout_s: float = 900.0
     """From launch to Hello: the model may have to be fetched first."""
     backoff_s: float = 0.25
@@ -215,6 +218,8 @@ class WorkerSlot:
                     return WorkerLoss(LossKind.START_FAILED, f"not ready within {options.start_timeout_s:g} s")
             elif handle.stalled_s() > options.step_stall_s:
                 return WorkerLoss(LossKind.STALLED, f"work, but no step for {options.step_stall_s:g} s")
+            elif handle.stale_s(self._clock()) > options.step_stall_s + options.silence_slack_s:
+                return WorkerLoss(LossKind.STALLED, f"no report for {handle.stale_s(self._clock()):.0f} s")
 
     def _lost(self, handle: WorkerHandle, loss: WorkerLoss) -> WorkerLoss:
         if handle.state is WorkerState.DOWN:

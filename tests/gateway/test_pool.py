@@ -210,6 +210,16 @@ async def test_a_frozen_worker_with_work_is_killed_and_replaced(start: Start, di
     assert not alive(handle.hello.pid)
 
 
+async def test_a_frozen_worker_without_work_is_killed_and_replaced_too(start: Start, dispatcher: Dispatcher) -> None:
+    options = SlotOptions(step_stall_s=1.0, silence_slack_s=1.5, backoff_s=0.05, check_s=0.05)
+    pool = await start(options=options)
+    [handle] = pool.ready
+    assert handle.hello is not None
+    os.kill(handle.hello.pid, signal.SIGSTOP)
+    await dispatcher.until(lambda: len(dispatcher.ready) == 2)
+    assert "no report" in dispatcher.lost[0][1].detail
+
+
 async def test_gateway_c13_one_dead_worker_does_not_touch_the_others(start: Start, dispatcher: Dispatcher) -> None:
     """gateway C13."""
     pool = await start(Echo(step_s=0.01), count=2)
