@@ -5,6 +5,7 @@ Rules
 - What the child has to know (address, secret, model, engine settings) goes through its standard input as one JSON line:
   neither the command line nor the environment shows it. The pipe then stays open; its end tells the child that this
   process is gone, however it went.
+  The gateway's own keys are taken out of the environment that the child inherits.
 - The child has a process group of its own, so that Ctrl-C reaches the gateway alone, which then drains.
 - Its log is relayed line by line, cut at ``MAX_LINE`` bytes and ``MAX_LINES_S`` lines per second; a flood of it never
   blocks the child.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -22,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,6 +35,7 @@ MAX_LINE = 16 * 1024
 MAX_LINES_S = 200
 LAST_LINES = 8
 _MAX_SOCKET_PATH = 100
+_OWN_KEY = re.compile(r"FOREBAY_\w*(KEY|TOKEN|SECRET)")
 _PREFIX = "forebay-worker-"
 
 
@@ -43,6 +46,7 @@ class LocalLauncher:
         """``command``: the program; default is this interpreter with ``-m workers.main --spec-stdin``."""
         _sweep(Path(tempfile.gettempdir()))
         self._log = context.log
+        self._env = context.env
         self._command = tuple(command or (sys.executable, "-m", "workers.main", "--spec-stdin"))
 
     async def start(self, spec: WorkerSpec) -> WorkerProcess:
@@ -63,7 +67,7 @@ class LocalLauncher:
                     stderr=asyncio.subprocess.PIPE,
                     start_new_session=True,
                     limit=MAX_LINE,
-                    env={**os.environ, **spec.env},
+                    env={**_harmless({**os.environ, **self._env}), **spec.env},
                 )
             except OSError as error:
                 raise LaunchError(f"cannot start {self._command[0]}: {error.strerror}") from error
@@ -179,6 +183,11 @@ class LocalWorker:
                 dropped += 1
             elif self._log is not None and text:
                 self._log(self._name, text)
+
+
+def _harmless(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment without this gateway's own keys (``FOREBAY_JWT_KEY`` …): a worker has no use for them."""
+    return {name: value for name, value in env.items() if not _OWN_KEY.fullmatch(name)}
 
 
 def _sweep(folder: Path) -> None:

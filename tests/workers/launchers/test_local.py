@@ -27,7 +27,11 @@ async def run(code: str, lines: list[tuple[str, str]] | None = None) -> WorkerPr
     return await LocalLauncher(LaunchContext(log=sink), (sys.executable, "-c", READ + code)).start(SPEC)
 
 
-async def test_a_child_is_told_everything_through_the_pipe_and_nothing_elsewhere() -> None:
+async def test_a_child_is_told_everything_through_the_pipe_and_nothing_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FOREBAY_JWT_KEY", "the gateway's own")
+    monkeypatch.setenv("FOREBAY_CACHE", "/somewhere")
     lines: list[tuple[str, str]] = []
     worker = await run("print(json.dumps(spec), file=sys.stderr); time.sleep(60)", lines)
     async with asyncio.timeout(20):
@@ -41,7 +45,10 @@ async def test_a_child_is_told_everything_through_the_pipe_and_nothing_elsewhere
     assert len(secret) >= 32
     for part in ("cmdline", "environ"):
         assert secret.encode() not in Path(f"/proc/{worker.pid}/{part}").read_bytes()
-    assert b"OTEL_TRACES_EXPORTER=none" in Path(f"/proc/{worker.pid}/environ").read_bytes()
+    environment = Path(f"/proc/{worker.pid}/environ").read_bytes()
+    assert b"OTEL_TRACES_EXPORTER=none" in environment
+    assert b"FOREBAY_CACHE=/somewhere" in environment
+    assert b"the gateway's own" not in environment
     folder = Path(worker.address.removeprefix("unix:")).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert os.getsid(worker.pid or 0) == worker.pid, "Ctrl-C must not reach it"
