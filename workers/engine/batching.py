@@ -64,6 +64,16 @@ class Batching:
             plan.zero += self._pool.take_dirty()
         return bool(plan.chunks or plan.zero)
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether the last step had budget for every running sequence."""
+        return self._turn < 0
+
+    def blocked_until(self, head: Sequence) -> int:
+        """The step at which ``head``, who waits for blocks, is looked at again if none comes free; 0 when it is now."""
+        arrival, level, again = self._blocked
+        return again if arrival == head.arrival and self._roster.running and self._pool.available < level else 0
+
     def _order(self) -> list[Sequence]:
         """Running sequences, starting after the one whose turn was last."""
         running = self._roster.running

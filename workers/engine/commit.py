@@ -27,6 +27,11 @@ class Commit:
         self._size = block_size
         self._dry: dict[Sequence, int] = {}
 
+    @property
+    def dry(self) -> bool:
+        """Whether some sequence got no token in its last step."""
+        return bool(self._dry)
+
     def apply(self, plan: StepPlan, result: StepResult, now: int) -> list[SequenceOutput]:
         """What is new about each sequence of the plan. Raises ValueError when the result does not fit the plan."""
         sampled = result.sampled
@@ -45,7 +50,7 @@ class Commit:
             else:
                 self._count(plan, chunk, now)
             if end // size > sequence.published and sequence.chain is not None:
-                self._publish(sequence, end // size)
+                self.publish(sequence, end // size)
             samplers = chunk.samplers
             if not samplers:
                 if not sequence.index:
@@ -79,7 +84,7 @@ class Commit:
                 record.recomputed += again
             record.chunk(plan.step, plan.started_ns, now, chunk.count)
 
-    def _publish(self, sequence: Sequence, full: int) -> None:
+    def publish(self, sequence: Sequence, full: int) -> None:
         """Register the blocks that are full now. A key that exists already keeps its block."""
         chain = sequence.chain
         assert chain is not None

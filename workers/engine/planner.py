@@ -125,6 +125,19 @@ class Planner:
         self._open = plan
         return plan
 
+    @property
+    def steady(self) -> bool:
+        """Between steps, with no cancel on its way, and every running sequence gets a token in every step."""
+        return self._open is None and not self._cancels and self._batching.in_turn and not self._commit.dry
+
+    def blocked_until(self, head: Sequence) -> int:
+        """The step at which the head of the line, which waits for blocks, is looked at again at the latest; 0: now."""
+        return self._batching.blocked_until(head)
+
+    def publish(self, sequence: Sequence, full: int) -> None:
+        """Register the first ``full`` blocks of a running sequence, all computed (``commit`` does it by itself)."""
+        self._commit.publish(sequence, full)
+
     def commit(self, plan: StepPlan, result: StepResult, now: int = 0) -> list[SequenceOutput]:
         """Book what the runner computed; what is new about each sequence.
 

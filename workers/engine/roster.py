@@ -135,6 +135,10 @@ class Roster:
             return -1
         return self.pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged)
 
+    def promise(self, sequence: Sequence) -> int:
+        """Blocks that only this sequence may take."""
+        return self._promises.get(sequence, 0)
+
     def victim(self) -> Sequence | None:
         """Who gives way: the youngest sequence of the tenant with most service ÷ weight, if anybody may be asked to."""
         gone = self._gone
