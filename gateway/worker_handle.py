@@ -125,10 +125,9 @@ class _InFlight:
     """Output tokens still owed per open choice."""
     prompt_left: int
     promised: int = 0
-    """Blocks it will take that are not yet in the worker's own figures."""
+    """Blocks it will take that are not yet in the worker's own figures: all of its prompt's, until the worker first
+    reports of it (the engine takes them at once on admission), then none."""
     seen: bool = False
-    started: bool = False
-    """Its first token came: its prompt's blocks are in the worker's own figures."""
 
 
 class WorkerHandle:
@@ -349,11 +348,17 @@ class WorkerHandle:
         request = self._requests.get(output.id)
         if request is None or output.index not in request.left:
             return
-        request.seen = True
-        if output.output_tokens or output.text is not None:
-            request.started = True
+        if not request.seen:
+            request.seen = True
+            self._promised -= request.promised
+        started = bool(output.output_tokens) or output.text is not None
+        if started:
             self.breaker.success()
-        self._account_prompt(request, output.prompt_computed + output.prompt_cached)
+        if request.prompt_left:
+            done = request.prompt if started else output.prompt_computed + output.prompt_cached
+            left = min(request.prompt_left, max(0, request.prompt - done))
+            self._owed += left - request.prompt_left
+            request.prompt_left = left
         if output.finish is None:
             left = max(0, request.max_tokens - output.output_tokens)
             self._owed += left - request.left[output.index]
@@ -369,14 +374,4 @@ class WorkerHandle:
                 self.draining()
         if not request.left:
             self._owed -= request.prompt_left
-            self._promised -= request.promised
             del self._requests[output.id]
-
-    def _account_prompt(self, request: _InFlight, done: int) -> None:
-        if not request.prompt_left:
-            return
-        left = 0 if request.started else max(0, request.prompt - done)
-        promised = 0 if request.started else -(-(left + 1) // self._block_size)
-        self._owed += left - request.prompt_left
-        self._promised += promised - request.promised
-        request.prompt_left, request.promised = left, promised
