@@ -50,7 +50,7 @@ class Commit:
             else:
                 self._count(plan, chunk, now)
             if end // size > sequence.published and sequence.chain is not None:
-                self.publish(sequence, end // size)
+                self._publish(sequence, end // size)
             samplers = chunk.samplers
             if not samplers:
                 if not sequence.index:
@@ -84,7 +84,7 @@ class Commit:
                 record.recomputed += again
             record.chunk(plan.step, plan.started_ns, now, chunk.count)
 
-    def publish(self, sequence: Sequence, full: int) -> None:
+    def _publish(self, sequence: Sequence, full: int) -> None:
         """Register the blocks that are full now. A key that exists already keeps its block."""
         chain = sequence.chain
         assert chain is not None

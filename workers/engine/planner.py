@@ -136,7 +136,7 @@ class Planner:
 
     def publish(self, sequence: Sequence, full: int) -> None:
         """Register the first ``full`` blocks of a running sequence, all computed (``commit`` does it by itself)."""
-        self._commit.publish(sequence, full)
+        self._commit._publish(sequence, full)
 
     def commit(self, plan: StepPlan, result: StepResult, now: int = 0) -> list[SequenceOutput]:
         """Book what the runner computed; what is new about each sequence.

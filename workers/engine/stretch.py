@@ -68,11 +68,11 @@ class Stretch:
         roster = planner.roster
         running = roster.running
         size = planner.limits.block_size
-        wanted: list[tuple[int, int]] = []
-        for rank, sequence in enumerate(running):
-            for index in range(len(sequence.blocks), -(-(sequence.computed + steps) // size)):
-                wanted.append((index * size - sequence.computed, rank))
-        wanted.sort()
+        wanted = sorted(
+            (index * size - sequence.computed, rank)
+            for rank, sequence in enumerate(running)
+            for index in range(len(sequence.blocks), -(-(sequence.computed + steps) // size))
+        )
         for _, rank in wanted:
             block = roster.grow(running[rank])
             if block < 0:
