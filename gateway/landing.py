@@ -61,19 +61,21 @@ class Landing:
     def lost(self, handle: WorkerHandle, reason: WorkerLoss) -> None:
         """A worker is gone with everything it had."""
         now = self._desk.clock()
+        flights = [flight for flight in self._desk.flights.at(handle.name) if flight.handle is handle]
+        strikes = {flight: self._strike(flight, now) if reason.suspicious else 0 for flight in flights}
+        culprit_found = any(count >= MAX_STRIKES for count in strikes.values())
         back: list[Ticket] = []
-        for flight in self._desk.flights.at(handle.name):
-            if flight.handle is not handle:
-                continue
+        for flight in flights:
             self._desk.flights.remove(flight)
             ticket = flight.ticket
-            strikes = self._strike(flight, now) if reason.suspicious else 0
             if ticket.done:
                 continue
             if ticket.cancelled:
                 self._desk.end(ticket, CancelledByCaller(), now)
-            elif strikes >= MAX_STRIKES:
+            elif strikes[flight] >= MAX_STRIKES:
                 self._desk.end(ticket, QuarantinedError(), now)
+            elif culprit_found and not ticket.committed:
+                back.append(ticket)  # a bystander of a loss that is explained: it costs no retry
             elif self._may_retry(ticket):
                 ticket.retries += 1
                 back.append(ticket)

@@ -7,6 +7,7 @@ Rules
   (tenant, model, tokens, parameters), so that sending it again does not start from zero. Two strikes: quarantined.
 - A request with a strike is a *suspect*. A worker holds at most one suspect at a time until it got past the point where
   it was lost, so that a second loss has one culprit and the bystanders get one strike only.
+- A loss whose culprit is found costs the bystanders no retry: only the culprit's own count is used up.
 - A fingerprint that gets past that point is cleared. Strikes fade after ``ttl_s``; the memory is bounded.
 """
 

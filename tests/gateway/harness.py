@@ -1,4 +1,4 @@
-"""A whole gateway inside the test's event loop: real listeners, real policies, echo workers in processes of their own."""
+"""A whole gateway inside the test's event loop: real listeners and policies, echo workers in their own processes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from gateway.service import Gateway
 from gateway.settings import Settings
 from policies.manager import make_manager, register
 from policies.spi import LauncherSpec, PolicySpec, hookimpl
+from policies.types import JobId, Usage
 from tests.gateway.http.serving import serving
 from tests.gateway.tiny_tokenizer import write_tokenizer
 from workers.launchers.base import LaunchContext, Launcher
@@ -77,11 +78,12 @@ class EchoPlugin:
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with ``changes``: mappings merged, everything else replaced."""
+    """``base`` with ``changes``: mappings merged, policies and everything else replaced."""
     result = dict(base)
     for key, value in changes.items():
         old = result.get(key)
-        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        merge = isinstance(old, Mapping) and isinstance(value, Mapping) and "use" not in value
+        result[key] = merged(old, value) if merge else value  # type: ignore[arg-type]
     return result
 
 
@@ -169,6 +171,31 @@ class Site:
             assert handle.stats.free_blocks + handle.stats.cached_blocks == handle.hello.blocks
 
 
+class Settlements:
+    """What was settled, with whose figures; the real policy does the work."""
+
+    def __init__(self, site: Site) -> None:
+        self.usages: list[Usage] = []
+        self._quota = quota = site.gateway.parts.runtime.current.quota
+        settle = quota.settle
+
+        async def counted(job_id: JobId, usage: Usage, now: float) -> Any:
+            self.usages.append(usage)
+            return await settle(job_id, usage, now)
+
+        self._settle = settle
+        quota.settle = counted  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Stop counting."""
+        self._quota.settle = self._settle  # type: ignore[method-assign]
+
+
+def tickets(site: Site) -> list[Any]:
+    """The open requests of the model."""
+    return list(site.dispatcher._desk.tickets.values())
+
+
 async def until(condition: Callable[[], Any], what: str, timeout_s: float = 5.0) -> Any:
     """The first truthy answer of ``condition``; AssertionError that names ``what`` when there is none in time."""
     deadline = time.monotonic() + timeout_s
@@ -191,6 +218,7 @@ async def running(
     *,
     echo: Echo | None = None,
     policies: Sequence[PolicySpec] = (),
+    plugins: Sequence[object] = (),
     env: Mapping[str, str] | None = None,
     ready: bool = True,
     config_path: Path | None = None,
@@ -199,6 +227,8 @@ async def running(
     write_model(folder / "model")
     manager = make_manager()
     register(manager, EchoPlugin(policies), "echo")
+    for number, plugin in enumerate(plugins):
+        register(manager, plugin, f"plugin-{number}")
     environment = {"FOREBAY_JWT_KEY": KEY, "ECHO": json.dumps(asdict(echo or Echo())), **(env or {})}
     settings = Settings.model_validate(merged(BASE, changes or {}))
     gateway = build(settings, base_dir=folder, env=environment, manager=manager, config_path=config_path)
