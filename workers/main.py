@@ -5,6 +5,7 @@ Order: tie to the parent, open the port, load the model in a thread, start the e
 
 Threads: the event loop (stream, signals), the engine (steps), the loader while it loads. The interpreter lock changes
 hands every ``SWITCH_S`` at the latest: with the default 5 ms another busy thread would cost the engine whole steps.
+Compute threads that wait for each other sleep instead of spinning: the gateway and other workers need the cores too.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def run(options: WorkerOptions) -> int:
     log.configure("forebay-worker", format="json" if options.stdin_lifeline else "auto")
     _log_uncaught()
     sys.setswitchinterval(SWITCH_S)
+    # Read by OpenMP when torch is loaded. Spinning at each barrier, steps took twelve times as long on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return asyncio.run(_run(options))
 
 
