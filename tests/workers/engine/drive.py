@@ -68,9 +68,13 @@ class Drive:
 
     def step(self) -> StepPlan | None:
         self.now += 1_000_000
+        roster = self.planner.roster
+        preemptions, running = roster.preemptions, set(roster.running)
         plan = self.planner.plan(self.now)
         if plan is None:
             return None
+        if roster.preemptions > preemptions and plan.chunks:
+            assert running.issuperset(roster.running), "a step with a victim admits nobody"
         self.plans.append(plan)
         kinds = [chunk.is_decode for chunk in plan.chunks]
         assert kinds == sorted(kinds, reverse=True), "decodes come first"

@@ -136,3 +136,31 @@ def test_a_victim_leaves_nothing_in_the_plan() -> None:
             assert chunk.sequence.finish is not None or chunk.sequence.blocks
     drive.idle()
     assert drive.planner.roster.preemptions > 0
+
+
+def test_who_holds_a_promise_is_no_victim() -> None:
+    """Though its tenant got by far the most: the others make room for one another, and it gets its blocks in time."""
+    drive = Drive(blocks=24, block_size=2, prefix_cache=False, max_step_tokens=64)
+    hunted = drive.add(request("hunted", 4, 22, tenant_key="greedy"))[0]
+    hunted.preemptions = MAX_PREEMPTIONS
+    drive.planner.roster.service.add("greedy", 10_000)
+    others = [drive.add(request(f"q{i}", 4, 22, tenant_key="modest"))[0] for i in range(3)]
+    drive.run()
+    assert hunted.preemptions == MAX_PREEMPTIONS
+    assert sum(other.preemptions for other in others) > 0
+    assert drive.order[0] == ("hunted", 0)
+
+
+def test_blocks_on_their_way_back_need_no_second_victim() -> None:
+    """A purged victim's blocks are zeroed first, so they come one step later: that is no reason to evict another."""
+    drive = Drive(blocks=12, block_size=2, max_step_tokens=64)
+    drive.add(*(request(f"q{i}", 6, 12, scope=b"a") for i in range(3)))
+    drive.step()
+    drive.planner.purge([b"a"])
+    drive.runner.zero_blocks(drive.planner.take_dirty())
+    before = 0
+    while drive.step() is not None:
+        assert drive.planner.roster.preemptions <= before + 1
+        before = drive.planner.roster.preemptions
+    drive.idle()
+    assert before > 0
