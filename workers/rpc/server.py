@@ -181,10 +181,11 @@ class WorkerServer:
         while True:
             await self._pending.wait()
             self._pending.clear()
+            finishing = session.finish.is_set()  # asked before take(): what was put until then goes out
             for message in self._outbox.take():
                 for frame in frames(message, MAX_FRAME):
                     await context.write(frame)
-            if session.finish.is_set():
+            if finishing:
                 return
 
 
