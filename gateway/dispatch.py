@@ -24,7 +24,7 @@ from gateway import trace_attributes as attributes
 from gateway.desk import Desk, try_send
 from gateway.errors import ApiError, shed, unavailable
 from gateway.flights import Flight
-from gateway.gate import Load, Room
+from gateway.gate import Claim, Load, Room, fill
 from gateway.landing import Landing
 from gateway.models import ModelHandle
 from gateway.monitor import Monitor
@@ -247,19 +247,18 @@ class Dispatcher:
             self._timer = None
 
     def _fill(self, now: float) -> None:
-        rooms = [self._desk.flights.room(handle, now) for handle in self.workers if handle.available(now)]
-        rooms = [room for room in rooms if room.open]
+        fill(
+            self.queue,
+            [self._desk.flights.room(handle, now) for handle in self.workers if handle.available(now)],
+            now,
+            claim=self._claim,
+            could_fit=self._could_fit,
+            send=lambda dispatch, rooms: self._dispatch(dispatch, rooms, now),
+        )
 
-        def fits(job: Job) -> bool:
-            ticket = self._desk.tickets[job.id]
-            return any(room.fits(job, ticket.choices, suspect=ticket.suspect) for room in rooms)
-
-        while rooms:
-            dispatch = self.queue.next(now, fits, self._could_fit)
-            if dispatch is None:
-                return
-            self._dispatch(dispatch, rooms, now)
-            rooms = [room for room in rooms if room.open]
+    def _claim(self, job: Job) -> Claim:
+        ticket = self._desk.tickets[job.id]
+        return ticket.choices, ticket.suspect
 
     def _could_fit(self, job: Job) -> bool:
         """A suspect is never waited for: others would stand still for its sake."""

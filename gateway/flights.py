@@ -46,10 +46,8 @@ class Flight:
     def advance(self, output: SequenceOutput) -> None:
         """Note what the worker says of its progress, for the gate."""
         done = output.prompt_computed + output.prompt_cached
-        if done:
-            self.load.prompt_left = max(0, self.ticket.job.prompt_tokens - done)
-        if output.output_tokens or output.text is not None:
-            self.load.started = True
+        left = max(0, self.ticket.job.prompt_tokens - done) if done else self.load.prompt_left
+        self.load.advance(left, started=bool(output.output_tokens or output.text is not None))
 
 
 class Flights:

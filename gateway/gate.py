@@ -15,9 +15,11 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from policies.queue import Dispatch, JobQueue
+from policies.spi import Fits
 from policies.types import Job, WorkerView
 
 MAX_WAITING = 2
@@ -32,6 +34,15 @@ class Load:
     started: bool
     """Its first token came."""
     suspect: bool = False
+
+    def advance(self, prompt_left: int, *, started: bool) -> None:
+        """Note what the worker says of its progress."""
+        self.prompt_left = prompt_left
+        self.started = self.started or started
+
+
+Claim = tuple[int, bool]
+"""What the gate must know of a queued job: its choices, and whether it is a suspect."""
 
 
 @dataclass(slots=True)
@@ -127,3 +138,31 @@ class Room:
 
     def _need(self, job: Job, choices: int) -> int:
         return -(-(job.prompt_tokens + 1) // self.view.block_size) + choices - 1
+
+
+def fill(
+    queue: JobQueue,
+    rooms: Iterable[Room],
+    now: float,
+    *,
+    claim: Callable[[Job], Claim],
+    could_fit: Fits,
+    send: Callable[[Dispatch, list[Room]], None],
+) -> None:
+    """Take jobs from ``queue`` while a room is open and something queued fits.
+
+    ``send(dispatch, rooms)`` picks one of the rooms, sends, and updates it (``take``) or removes it from the list.
+    ``could_fit``: see ``JobQueue.next``. The gateway's dispatcher and the simulator both fill their workers with this.
+    """
+    open_rooms = [room for room in rooms if room.open]
+
+    def fits(job: Job) -> bool:
+        choices, suspect = claim(job)
+        return any(room.fits(job, choices, suspect=suspect) for room in open_rooms)
+
+    while open_rooms:
+        dispatch = queue.next(now, fits, could_fit)
+        if dispatch is None:
+            return
+        send(dispatch, open_rooms)
+        open_rooms[:] = [room for room in open_rooms if room.open]
