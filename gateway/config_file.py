@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from gateway import yaml_source
 from gateway.settings import Settings, SettingsError
@@ -25,6 +25,7 @@ from policies.registry import Registry
 from policies.spi import KINDS, PolicyConfigError
 
 _SECRET = re.compile(r"key|secret|hash|token|password", re.IGNORECASE)
+M = TypeVar("M", bound=BaseModel)
 _STEPS = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 
 
@@ -73,7 +74,7 @@ def load(path: str | Path) -> Loaded:
         source.mistakes.append(Mistake((), "is empty; start from a shipped one (forebay config check demo)"))
     elif not isinstance(source.data, dict) and not source.mistakes:
         source.mistakes.append(Mistake((), "must be a mapping of sections (listen:, policies:, models: …)", 1))
-    settings, mistakes = _validated(source) if isinstance(source.data, dict) else (None, [])
+    settings, mistakes = validated(source, Settings) if isinstance(source.data, dict) else (None, [])
     mistakes = sorted([*source.mistakes, *mistakes], key=lambda mistake: mistake.line or 0)
     if settings is None or mistakes:
         raise ConfigErrors(path, mistakes)
@@ -121,12 +122,27 @@ def _bytes(path: Path) -> bytes:
     return raw
 
 
-def _validated(source: Source) -> tuple[Settings | None, list[Mistake]]:
+def validated(source: Source, model: type[M]) -> tuple[M | None, list[Mistake]]:
+    """``source`` as ``model``, or every mistake in it, with lines. Also for files of other kinds (scenarios)."""
     try:
-        return Settings.model_validate(source.data), []
+        return model.model_validate(source.data), []
     except ValidationError as error:
         details = [detail for detail in error.errors(include_url=False) if not _follows(detail)]
-        return None, [_located(mistake, source) for detail in details for mistake in _mistakes(detail)]
+        found = [mistake for detail in details for mistake in _mistakes(detail, model)]
+        return None, [_located(replace(mistake, path=_untagged(mistake.path, source.data)), source) for mistake in found]
+
+
+def _untagged(path: yaml_source.Path, data: Any) -> yaml_source.Path:
+    """Without the steps by which pydantic names the alternative it chose by a ``kind`` key."""
+    kept: list[str | int] = []
+    for step in path:
+        if isinstance(data, dict) and step not in data and step == data.get("kind"):
+            continue
+        kept.append(step)
+        inside = isinstance(data, dict) and step in data
+        inside = inside or (isinstance(data, list) and isinstance(step, int) and step < len(data))
+        data = data[step] if inside else None
+    return tuple(kept)
 
 
 def _follows(detail: Any) -> bool:
@@ -138,14 +154,14 @@ def _located(mistake: Mistake, source: Source) -> Mistake:
     return mistake if mistake.line else replace(mistake, line=source.line(mistake.path))
 
 
-def _mistakes(detail: Any) -> Iterable[Mistake]:
+def _mistakes(detail: Any, model: type[BaseModel]) -> Iterable[Mistake]:
     """Mistakes of one pydantic error, in our words."""
     path: yaml_source.Path = detail["loc"]
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, SettingsError):
         return [Mistake((*path, *inner), message) for inner, message in cause.mistakes]
     if detail["type"] == "extra_forbidden":
-        return [Mistake(path, _unknown_key(str(path[-1]), _keys_at(path[:-1])))]
+        return [Mistake(path, _unknown_key(str(path[-1]), _keys_at(path[:-1], model)))]
     if detail["type"] == "missing":
         return [Mistake(path, "is missing")]
     if detail["type"] == "too_short":
@@ -176,9 +192,9 @@ def _unknown_key(key: str, known: list[str]) -> str:
     return f"unknown key{hint} (known: {', '.join(known)})" if known else "unknown key"
 
 
-def _keys_at(path: yaml_source.Path) -> list[str]:
+def _keys_at(path: yaml_source.Path, model: type[BaseModel]) -> list[str]:
     """The keys that the section at ``path`` takes."""
-    schema = Settings.model_json_schema(by_alias=True)
+    schema = model.model_json_schema(by_alias=True)
     nodes = [schema]
     for step in path:
         inner = [_child(node, step) for node in nodes]
@@ -187,6 +203,9 @@ def _keys_at(path: yaml_source.Path) -> list[str]:
 
 
 def _child(node: dict[str, Any], step: str | int) -> dict[str, Any] | None:
+    chosen = node.get("discriminator", {}).get("mapping", {}).get(step)
+    if chosen is not None:
+        return {"$ref": chosen}
     child = node.get("items") if isinstance(step, int) else node.get("properties", {}).get(step)
     child = node.get("additionalProperties") if child is None else child
     return child if isinstance(child, dict) else None
