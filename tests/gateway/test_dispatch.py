@@ -1,0 +1,277 @@
+"""Dispatch against real workers: order, shares, late binding, expiry, labels, swaps."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from gateway.settings import PolicyUse
+from policies.spi import NoConfig, PolicySpec
+from policies.types import RouteDecision
+from tests.gateway.conftest import Start
+from tests.gateway.harness import MODEL, Site, pool, until
+from workers.protocol import StepOutputs
+from workers.testing import Echo
+
+OPEN = {"admission": {"use": "open"}, "quota": {"use": "unlimited"}}
+
+
+class Samples:
+    """Every report of every worker, as the dispatcher gets it."""
+
+    def __init__(self, site: Site) -> None:
+        self.waiting: list[int] = []
+        self.running: list[int] = []
+        self.queued: list[int] = []
+        self.steps: list[int] = []
+        landing = site.dispatcher._landing
+        outputs = landing.outputs
+
+        def watched(handle: Any, message: StepOutputs) -> None:
+            self.waiting.append(message.stats.waiting)
+            self.running.append(message.stats.running)
+            self.queued.append(len(site.dispatcher.queue))
+            self.steps.append(message.step)
+            outputs(handle, message)
+
+        landing.outputs = watched  # type: ignore[method-assign]
+
+
+async def backlog(site: Site, tenants: dict[str, int], **body: Any) -> list[asyncio.Task[Any]]:
+    """So many requests of each tenant, at once."""
+    calls = [
+        asyncio.create_task(site.complete(tenant, **body)) for tenant, count in tenants.items() for _ in range(count)
+    ]
+    await until(lambda: site.gateway.parts.pipeline.active == len(calls), "all are here", 15)
+    return calls
+
+
+async def drop(calls: list[asyncio.Task[Any]]) -> None:
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def shares(start: Start, scheduling: str) -> float:
+    """Light's part of the tokens served while light (weight 1) and heavy (weight 3) are both backlogged."""
+    changes = {
+        "models": [pool(max_running=4)],
+        "policies": {**OPEN, "scheduling": {"use": scheduling}},
+        "tenants": [{"id": "light", "weight": 1}, {"id": "heavy", "weight": 3}],
+    }
+    async with start(changes, echo=Echo(step_s=0.002)) as site:
+        calls = await backlog(site, {"light": 150, "heavy": 150}, prompt=[5] * 16, max_tokens=16)
+        served = site.dispatcher.queue.served
+        begin = dict(served())
+        await until(lambda: sum(served().values()) - sum(begin.values()) > 3000, "3,000 tokens", 30)
+        line = site.dispatcher.queue.backlog()
+        assert set(line) == {"light", "heavy"}, "both must still be backlogged"
+        got = {tenant: tokens - begin.get(tenant, 0) for tenant, tokens in served().items()}
+        await drop(calls)
+    return got["light"] / sum(got.values())
+
+
+async def test_vtc_serves_by_weight(start: Start) -> None:
+    """issue 2: weights 1:3, both backlogged: shares within 5 % of the weights."""
+    assert await shares(start, "vtc") == pytest.approx(0.25, abs=0.05)
+
+
+async def test_fcfs_does_not(start: Start) -> None:
+    """issue 2: the same load under fcfs goes by arrival, so that the other test proves something."""
+    assert abs(await shares(start, "fcfs") - 0.25) > 0.15
+
+
+@pytest.mark.parametrize("prompt", [4, 200], ids=["short prompts", "long prompts"])
+async def test_the_backlog_stays_here(start: Start, prompt: int) -> None:
+    """engine J1, issue 2: flooded, the engine's own line is never longer than two, and its slots are full."""
+    changes = {"models": [pool(max_running=8, max_step_tokens=64, blocks=400)], "policies": OPEN}
+    async with start(changes, echo=Echo(step_s=0.005)) as site:
+        samples = Samples(site)
+        calls = await backlog(site, {"alpha": 150}, prompt=[5] * prompt, max_tokens=20)
+        answers = await asyncio.gather(*calls)
+        assert {answer.status_code for answer in answers} == {200}
+    assert max(samples.waiting) <= 2
+    assert max(samples.queued) > 50
+    assert max(samples.running) == 8
+
+
+async def test_scarce_blocks_keep_the_backlog_here_too(start: Start) -> None:
+    """engine J1: when blocks and not slots are the limit, jobs wait here, not in the engine."""
+    changes = {"models": [pool(max_running=32, blocks=24)], "policies": OPEN}
+    async with start(changes, echo=Echo(step_s=0.003)) as site:
+        samples = Samples(site)
+        calls = await backlog(site, {"alpha": 60}, prompt=[5] * 60, max_tokens=8)
+        assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
+        await site.at_rest()
+    assert max(samples.waiting) <= 2
+
+
+async def test_no_slot_stays_empty_while_jobs_wait(start: Start) -> None:
+    """gateway B7: work-conserving: 40 answers of 10 tokens on 4 slots take hardly more than the 100 steps they must."""
+    changes = {"models": [pool(max_running=4)], "policies": OPEN}
+    async with start(changes, echo=Echo(step_s=0.01)) as site:
+        samples = Samples(site)
+        calls = await backlog(site, {"alpha": 40}, max_tokens=10)
+        await asyncio.gather(*calls)
+    assert 100 <= max(samples.steps) <= 115
+
+
+async def test_a_flood_does_not_starve_a_trickle(start: Start) -> None:
+    """gateway B1: A floods, B asks now and then; B waits about as long as one request takes, A is not refused."""
+    changes = {
+        "models": [pool(max_running=4)],
+        "policies": {**OPEN, "scheduling": {"use": "vtc"}},
+    }
+    async with start(changes, echo=Echo(step_s=0.005)) as site:
+        flood = await backlog(site, {"alpha": 100}, max_tokens=20)
+        for _ in range(5):
+            behind = len(site.dispatcher.queue)
+            answer = await site.complete("beta", max_tokens=2)
+            assert answer.status_code == 200
+            # What was served before it: those that ran already, and at most one round of the others.
+            assert behind - len(site.dispatcher.queue) <= 12
+            await asyncio.sleep(0.01)
+        assert {answer.status_code for answer in await asyncio.gather(*flood)} == {200}
+
+
+async def test_stale_figures_are_reported_and_stop_nothing(start: Start) -> None:
+    """gateway B5, B7: without reports the in-flight count alone gates; dispatch goes on and the counter shows it."""
+    async with start({"policies": OPEN}) as site:
+        handle = site.dispatcher.workers[0]
+        handle._stale_after_s = -1.0
+        assert {(await site.complete()).status_code for _ in range(3)} == {200}
+        assert await site.metric("forebay_stale_worker_dispatches_total") == 3
+
+
+async def test_jobs_go_only_to_workers_with_their_labels(start: Start) -> None:
+    two = pool()
+    two["pools"] = [
+        {**two["pools"][0], "name": "plain"},
+        {**two["pools"][0], "name": "fast", "labels": {"hardware": "fast"}},
+    ]
+    changes = {
+        "models": [two],
+        "policies": OPEN,
+        "classes": {"interactive": {"priority": 1, "max_wait_s": 0.5}},
+        "tenants": [
+            {"id": "alpha", "requires": {"hardware": "fast"}},
+            {"id": "beta", "requires": {"hardware": "faster"}},
+        ],
+    }
+    async with start(changes) as site:
+        await until(lambda: site.dispatcher.ready == 2, "both pools", 15)
+        calls = [asyncio.create_task(site.complete(max_tokens=30)) for _ in range(12)]
+        await until(lambda: site.dispatcher.in_flight > 4, "they run")
+        inflight = {handle.pool: handle.inflight for handle in site.dispatcher.workers}
+        assert inflight["plain"] == 0
+        assert inflight["fast"] > 4
+        assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
+        nowhere = await site.complete("beta")
+        assert nowhere.status_code == 503
+        assert nowhere.json()["error"]["code"] == "no_worker"
+
+
+async def test_load_is_spread_over_equal_workers(start: Start) -> None:
+    """gateway E7: dispatches of one turn see each other."""
+    changes = {"models": [pool(count=2, max_running=8)], "policies": OPEN}
+    async with start(changes, echo=Echo(step_s=0.01)) as site:
+        await until(lambda: site.dispatcher.ready == 2, "two workers", 15)
+        calls = [asyncio.create_task(site.complete(max_tokens=60)) for _ in range(8)]
+        await until(lambda: site.dispatcher.in_flight == 8, "all run")
+        counts = sorted(handle.inflight for handle in site.dispatcher.workers)
+        assert counts == [4, 4]
+        await drop(calls)
+
+
+class _Lost:
+    def choose(self, job: Any, workers: Any, now: float) -> RouteDecision:
+        return RouteDecision("nobody", "load")
+
+
+async def test_a_routing_policy_that_names_nobody_costs_nothing(start: Start) -> None:
+    spec = PolicySpec("routing", "lost", NoConfig, lambda config, ctx: _Lost(), "Names nobody.")
+    async with start({"policies": {**OPEN, "routing": {"use": "lost"}}}, policies=[spec]) as site:
+        assert (await site.complete()).status_code == 200
+        assert await site.metric('forebay_isolated_faults_total{part="routing"}') == 1
+
+
+async def test_a_wide_job_is_not_overtaken_for_ever(start: Start) -> None:
+    """A job of four choices needs four slots at once; a stream of small ones of others must not starve it."""
+    changes = {"models": [pool(max_running=4)], "policies": OPEN}
+    async with start(changes, echo=Echo(step_s=0.002)) as site:
+        rng = random.Random(3)
+        stop = asyncio.Event()
+
+        async def trickle() -> None:
+            while not stop.is_set():
+                await site.complete("beta", max_tokens=rng.randrange(3, 12))
+
+        small = [asyncio.create_task(trickle()) for _ in range(12)]
+        await until(lambda: site.dispatcher.in_flight >= 4, "busy")
+        async with asyncio.timeout(15):
+            answer = await site.complete("alpha", n=4, max_tokens=4)
+        assert answer.status_code == 200
+        stop.set()
+        await asyncio.gather(*small)
+        await site.at_rest()
+
+
+async def test_more_choices_than_slots_still_run(start: Start) -> None:
+    """The engine runs them in turns; the gateway must not wait for a room that never comes."""
+    async with start({"models": [pool(max_running=2)], "policies": OPEN}) as site:
+        answer = await site.complete(n=8, max_tokens=3)
+        assert answer.status_code == 200
+        assert len(answer.json()["choices"]) == 8
+        await site.at_rest()
+
+
+async def test_a_swap_keeps_every_queued_job(start: Start) -> None:
+    """DESIGN §4: the policy changes under a backlog; nothing is lost, refused or run twice."""
+    changes = {"models": [pool(max_running=2)], "policies": OPEN}
+    async with start(changes, echo=Echo(step_s=0.002)) as site:
+        calls = await backlog(site, {"alpha": 30, "beta": 30}, max_tokens=4)
+        queued = len(site.dispatcher.queue)
+        assert queued > 30
+        for use in ("vtc", "fcfs", "vtc"):
+            current = await site.gateway.parts.runtime.swap({"scheduling": PolicyUse(use=use)})
+            assert site.dispatcher.snapshot()["policy"] == use
+        assert current.generation == 4
+        answers = await asyncio.gather(*calls)
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.json()["id"] for answer in answers}) == 60
+        assert sum(site.dispatcher.queue.served().values()) == 60 * (4 + 4)
+        await site.at_rest()
+
+
+async def test_a_policy_that_fails_in_a_turn_is_tried_again(start: Start) -> None:
+    async with start({"policies": OPEN}) as site:
+        policy = site.dispatcher.queue.policy
+        pop, calls = policy.pop, []
+
+        def failing(now: float, fits: Any) -> Any:
+            calls.append(now)
+            if len(calls) < 3:
+                raise RuntimeError
+            return pop(now, fits)
+
+        policy.pop = failing  # type: ignore[method-assign]
+        assert (await site.complete()).status_code == 200
+        assert await site.metric('forebay_isolated_faults_total{part="scheduling"}') == 2
+
+
+async def test_the_admin_view_of_the_queue(start: Start) -> None:
+    changes = {"models": [pool(max_running=1)], "policies": OPEN}
+    async with start(changes, echo=Echo(step_s=0.02)) as site:
+        calls = await backlog(site, {"alpha": 6}, max_tokens=50)
+        await until(lambda: site.dispatcher.in_flight == 3, "full")
+        view = site.dispatcher.snapshot(limit=2)
+        assert (view["model"], view["queued"], view["running"], view["workers_ready"]) == (MODEL, 3, 3, 1)
+        assert view["tenants"]["alpha"]["queued"] == 3
+        assert len(view["jobs"]) == 2
+        assert view["jobs"][0]["prompt_tokens"] == 4
+        assert not site.dispatcher.stalled()
+        assert await site.metric('forebay_queue_depth{class="interactive",tenant="alpha"}') == 3
+        await drop(calls)
