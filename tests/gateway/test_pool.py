@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +23,8 @@ from workers.rpc import WorkerServer
 from workers.testing import Echo, echo_launcher
 
 pytestmark = pytest.mark.timeout(90)
-FAST = SlotOptions(step_stall_s=1.0, backoff_s=0.05, max_backoff_s=0.4, check_s=0.05, stop_grace_s=5.0)
+FAST = SlotOptions(step_stall_s=20.0, backoff_s=0.05, max_backoff_s=0.4, check_s=0.05, stop_grace_s=5.0)
+IMPATIENT = replace(FAST, step_stall_s=1.5, silence_slack_s=1.5)
 Start = Callable[..., Awaitable[Pool]]
 
 
@@ -186,7 +188,7 @@ async def test_security_59_a_request_that_kills_its_worker_can_be_found(start: S
 
 
 async def test_a_worker_that_makes_no_step_is_killed_and_replaced(start: Start, dispatcher: Dispatcher) -> None:
-    pool = await start(Echo(stall_after=3))
+    pool = await start(Echo(stall_after=3), options=IMPATIENT)
     [handle] = pool.ready
     assert handle.hello is not None
     handle.send(Generate("a", [1], 100))
@@ -199,7 +201,7 @@ async def test_a_worker_that_makes_no_step_is_killed_and_replaced(start: Start, 
 
 
 async def test_a_frozen_worker_with_work_is_killed_and_replaced(start: Start, dispatcher: Dispatcher) -> None:
-    pool = await start(Echo(step_s=0.02))
+    pool = await start(Echo(step_s=0.02), options=IMPATIENT)
     [handle] = pool.ready
     assert handle.hello is not None
     handle.send(Generate("a", [1], 4000))
@@ -211,8 +213,7 @@ async def test_a_frozen_worker_with_work_is_killed_and_replaced(start: Start, di
 
 
 async def test_a_frozen_worker_without_work_is_killed_and_replaced_too(start: Start, dispatcher: Dispatcher) -> None:
-    options = SlotOptions(step_stall_s=1.0, silence_slack_s=1.5, backoff_s=0.05, check_s=0.05)
-    pool = await start(options=options)
+    pool = await start(options=IMPATIENT)
     [handle] = pool.ready
     assert handle.hello is not None
     os.kill(handle.hello.pid, signal.SIGSTOP)
@@ -222,7 +223,7 @@ async def test_a_frozen_worker_without_work_is_killed_and_replaced_too(start: St
 
 async def test_gateway_c13_one_dead_worker_does_not_touch_the_others(start: Start, dispatcher: Dispatcher) -> None:
     """gateway C13."""
-    pool = await start(Echo(step_s=0.01), count=2)
+    pool = await start(Echo(step_s=0.01), count=2, options=IMPATIENT)
     first, second = pool.ready
     assert first.hello is not None
     os.kill(first.hello.pid, signal.SIGSTOP)
