@@ -95,6 +95,7 @@ def build(
                 settings.policies.scheduling.use,
                 lambda: runtime.current.routing,
                 monitor=monitor,
+                caps=settings.queue,
             )
             for model in settings.models
         }

@@ -19,6 +19,7 @@ from gateway.errors import ApiError
 from gateway.flights import Flight, Flights
 from gateway.models import ModelHandle
 from gateway.monitor import Monitor
+from gateway.settings import Queue
 from gateway.ticket import Ticket, TicketState
 from gateway.worker_handle import WorkerGoneError, WorkerHandle
 from policies.queue import JobQueue
@@ -39,10 +40,18 @@ class Desk:
         policy_name: str,
         *,
         monitor: Monitor,
+        caps: Queue | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        caps = caps or Queue()
         self.model = model
-        self.queue = JobQueue(policy)
+        self.queue = JobQueue(
+            policy,
+            max_running_per_tenant=caps.max_running_per_tenant,
+            max_running_tokens_per_tenant=caps.max_running_tokens_per_tenant,
+            max_running_per_class=caps.max_running_per_class,
+            max_passed=caps.max_overtaken,
+        )
         self.policy_name = policy_name
         self.monitor = monitor
         self.clock = clock

@@ -24,10 +24,11 @@ from gateway import trace_attributes as attributes
 from gateway.desk import Desk, try_send
 from gateway.errors import ApiError, shed, unavailable
 from gateway.flights import Flight
-from gateway.gate import Claim, Load, Room, fill
+from gateway.gate import Claim, Load, Room, fill, takes
 from gateway.landing import Landing
 from gateway.models import ModelHandle
 from gateway.monitor import Monitor
+from gateway.settings import Queue
 from gateway.ticket import CancelledByCaller, Ticket, TicketState
 from gateway.trace import NO_TRACE, RequestTrace
 from gateway.worker_handle import WorkerGoneError, WorkerHandle, WorkerLoss, WorkerState
@@ -57,10 +58,11 @@ class Dispatcher:
         routing: Callable[[], RoutingPolicy],
         *,
         monitor: Monitor | None = None,
+        caps: Queue | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``routing`` returns the live policy: it may be swapped between two turns."""
-        self._desk = Desk(model, policy, policy_name, monitor=monitor or Monitor(), clock=clock)
+        self._desk = Desk(model, policy, policy_name, monitor=monitor or Monitor(), caps=caps, clock=clock)
         self._landing = Landing(self._desk)
         self._routing = routing
         self._handles: dict[str, WorkerHandle] = {}
@@ -118,10 +120,9 @@ class Dispatcher:
         return self.queue.snapshot(job.tenant, weight=job.weight, workers_ready=self.ready_for(job))
 
     def ready_for(self, job: Job) -> int:
-        """Workers that could run ``job``: ready, with the labels it needs."""
+        """Workers that could run ``job``: ready, with the labels it needs, of a pool that takes its class."""
         return sum(
-            handle.state is WorkerState.READY
-            and all(handle.labels.get(key) == value for key, value in job.requires.items())
+            handle.state is WorkerState.READY and takes(handle.labels, handle.classes, job)
             for handle in self._handles.values()
         )
 

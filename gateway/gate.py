@@ -15,7 +15,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from policies.queue import Dispatch, JobQueue
@@ -99,14 +99,13 @@ class Room:
         """Whether any job could go there."""
         return self.idle or self.line > 0 or (self.slots > 0 and self.budget > 0)
 
-    def matches(self, requires: Mapping[str, str]) -> bool:
-        """Whether its pool carries the labels."""
-        labels = self.view.labels
-        return all(labels.get(key) == value for key, value in requires.items())
+    def matches(self, job: Job) -> bool:
+        """Whether its pool carries the labels that the job needs, and takes its class."""
+        return takes(self.view.labels, self.view.classes, job)
 
     def fits(self, job: Job, choices: int, *, suspect: bool) -> bool:
         """May ``job`` go there now?"""
-        if (suspect and self.suspect) or not self.matches(job.requires):
+        if (suspect and self.suspect) or not self.matches(job):
             return False
         if self.idle:
             return True
@@ -166,3 +165,10 @@ def fill(
             return
         send(dispatch, open_rooms)
         open_rooms[:] = [room for room in open_rooms if room.open]
+
+
+def takes(labels: Mapping[str, str], classes: Collection[str], job: Job) -> bool:
+    """Whether a pool with these labels, kept for these classes (none: all), may run the job."""
+    if classes and job.service_class not in classes:
+        return False
+    return all(labels.get(key) == value for key, value in job.requires.items())

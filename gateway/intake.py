@@ -193,6 +193,7 @@ class Intake:
             arrived_at=now,
             weight=tenant.weight,
             user=principal.user,
+            key_id=principal.key_id,
             groups=principal.groups,
             service_class=name,
             priority=service_class.priority,

@@ -93,6 +93,7 @@ class Pool:
                 self._objection,
                 pool=config.name,
                 labels=dict(config.labels),
+                classes=frozenset(config.classes),
                 options=options or SlotOptions(),
                 clock=clock,
                 draw=draw,

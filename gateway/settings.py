@@ -72,6 +72,25 @@ class Slo(Section):
     itl_p95_ms: float | None = Field(None, gt=0)
 
 
+class Queue(Section):
+    """Caps on what runs at once, per model, whatever the scheduling policy. null: no cap."""
+
+    max_running_per_tenant: int | None = Field(None, ge=1)
+    """Most running requests of one tenant."""
+    max_running_tokens_per_tenant: int | None = Field(None, ge=1)
+    """Most tokens (prompt + max output) of one tenant's running requests; a larger one runs alone."""
+    max_running_per_class: dict[str, int] = Field(default_factory=dict)
+    """Most running requests of a class; a cap below the workers' slots reserves the rest for other classes."""
+    max_overtaken: int = Field(32, ge=1)
+    """A request that does not fit now, but could, is overtaken at most so often; then the others wait for it."""
+
+    @field_validator("max_running_per_class")
+    @classmethod
+    def _at_least_one(cls, caps: dict[str, int]) -> dict[str, int]:
+        _raise(((name,), f"must be at least 1, got {cap}") for name, cap in caps.items() if cap < 1)
+        return caps
+
+
 class ServiceClass(Section):
     """A service class. A request may only lower its class (to one of lower priority)."""
 
@@ -136,6 +155,8 @@ class Pool(Section):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     launch: Launch = Launch()
     labels: dict[str, str] = Field(default_factory=dict)
+    classes: tuple[str, ...] = ()
+    """Service classes that may run here; empty: all."""
     engine: EngineConfig = EngineConfig()
 
 
@@ -183,6 +204,7 @@ class Settings(Section):
     admin: Admin = Admin()
     plugins: tuple[str, ...] = ()
     policies: Policies
+    queue: Queue = Queue()
     classes: dict[str, ServiceClass] = Field(default_factory=lambda: {"interactive": ServiceClass(priority=1)})
     tenants: tuple[Tenant, ...] = ()
     tenant_defaults: TenantDefaults | None = None
@@ -212,6 +234,13 @@ class Settings(Section):
         users: list[tuple[Path, str]] = [(("tenants", i, "class"), t.class_) for i, t in enumerate(self.tenants)]
         if self.tenant_defaults is not None:
             users.append((("tenant_defaults", "class"), self.tenant_defaults.class_))
+        users.extend((("queue", "max_running_per_class", name), name) for name in self.queue.max_running_per_class)
+        users.extend(
+            (("models", i, "pools", j, "classes", k), name)
+            for i, model in enumerate(self.models)
+            for j, pool in enumerate(model.pools)
+            for k, name in enumerate(pool.classes)
+        )
         for path, name in users:
             if name not in self.classes:
                 mistakes.append((path, f"unknown class {name!r} (known: {', '.join(sorted(self.classes)) or 'none'})"))

@@ -140,6 +140,7 @@ class WorkerHandle:
         model: str,
         pool: str,
         labels: Mapping[str, str],
+        classes: frozenset[str] = frozenset(),
         incarnation: int,
         clock: Callable[[], float],
         breaker: Breaker | None = None,
@@ -150,6 +151,8 @@ class WorkerHandle:
         self.model = model
         self.pool = pool
         self.labels = labels
+        self.classes = classes
+        """Service classes that the pool is kept for; empty: all."""
         self.incarnation = incarnation
         """1 for a slot's first start."""
         self.state = WorkerState.LOADING
@@ -210,6 +213,7 @@ class WorkerHandle:
             model=self.model,
             pool=self.pool,
             labels=self.labels,
+            classes=self.classes,
             inflight=self._sequences,
             inflight_tokens=self._owed,
             waiting=self.stats.waiting,

@@ -76,6 +76,7 @@ class WorkerSlot:
         *,
         pool: str,
         labels: Mapping[str, str],
+        classes: frozenset[str] = frozenset(),
         options: SlotOptions,
         clock: Callable[[], float],
         draw: Callable[[], float] = random.random,
@@ -87,6 +88,7 @@ class WorkerSlot:
         self._accept = accept
         self._pool = pool
         self._labels = labels
+        self._classes = classes
         self._options = options
         self._clock = clock
         self._draw = draw
@@ -258,6 +260,7 @@ class WorkerSlot:
             model=self._spec.model,
             pool=self._pool,
             labels=self._labels,
+            classes=self._classes,
             incarnation=incarnation,
             clock=self._clock,
         )

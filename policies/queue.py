@@ -18,6 +18,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from policies.caps import Caps, Running
 from policies.service import ServiceBook
 from policies.spi import Fits, SchedulingPolicy
 from policies.types import Charge, Job, JobId, Pick, QueueSnapshot, RequeueReason, TenantId, Usage
@@ -83,22 +84,25 @@ class _TenantLine:
 class JobQueue:
     """See the module's rules. Amortised O(log n) per operation beside what the policy itself costs.
 
-    ``max_running_per_tenant`` caps how many jobs of one tenant may run at once (None: no cap). ``max_passed`` bounds
-    how long a job that does not fit can be overtaken: see ``next``.
+    The caps bound what may run at once (``caps.py``; None: no cap). ``max_passed`` bounds how long a job that does not
+    fit can be overtaken: see ``next``.
     """
 
     def __init__(
-        self, policy: SchedulingPolicy, *, max_running_per_tenant: int | None = None, max_passed: int = MAX_PASSED
+        self,
+        policy: SchedulingPolicy,
+        *,
+        max_running_per_tenant: int | None = None,
+        max_running_tokens_per_tenant: int | None = None,
+        max_running_per_class: Mapping[str, int] | None = None,
+        max_passed: int = MAX_PASSED,
     ) -> None:
-        if max_running_per_tenant is not None and max_running_per_tenant < 1:
-            raise ValueError(f"max_running_per_tenant must be at least 1, got {max_running_per_tenant}")
         self._policy = policy
-        self._cap = max_running_per_tenant
+        self._caps = Running(Caps(max_running_per_tenant, max_running_tokens_per_tenant, max_running_per_class or {}))
         self._max_passed = max_passed
         self._queued: dict[JobId, _Queued] = {}
         self._running: dict[JobId, _Running] = {}
         self._lines: dict[TenantId, _TenantLine] = {}
-        self._running_of: dict[TenantId, int] = {}
         self._weight_sum = 0.0
         self._tokens = 0
         self._back = 0
@@ -134,7 +138,7 @@ class JobQueue:
         refused: list[_Queued] = []
 
         def gate(job: Job) -> bool:
-            if self._cap is not None and self._running_of.get(job.tenant, 0) >= self._cap:
+            if not self._caps.allows(job):
                 return False
             if held is not None and job.id != held:
                 return False
@@ -163,7 +167,7 @@ class JobQueue:
                 self._held = other.job.id
         waited = entry.waited_s + now - entry.since
         self._running[job.id] = _Running(job, entry.order, waited, entry.attempt, entry.usage)
-        self._running_of[job.tenant] = self._running_of.get(job.tenant, 0) + 1
+        self._caps.add(job)
         behind = self._book.since(entry.epoch, MAX_BEHIND)
         return Dispatch(job, pick, waited, behind, entry.attempt)
 
@@ -180,7 +184,7 @@ class JobQueue:
         Raises KeyError when it is not running: a job is finished exactly once.
         """
         running = self._running.pop(job_id)
-        self._release(running.job.tenant)
+        self._caps.remove(running.job)
         self._serve(running.job, rest, now)
         self._policy.charge(running.job, rest, now, True)
         return running.usage + rest
@@ -194,7 +198,7 @@ class JobQueue:
         running = self._running[job_id]
         self._policy.requeue(running.job, now, reason)
         del self._running[job_id]
-        self._release(running.job.tenant)
+        self._caps.remove(running.job)
         self._book.advance(now, bool(self._queued))
         self._front -= 1
         entry = _Queued(running.job, self._front, now, self._book.mark(), running.waited_s, running.attempt + 1)
@@ -216,24 +220,25 @@ class JobQueue:
         return True
 
     def expire(self, now: float) -> list[Job]:
-        """Remove and return the jobs whose ``max_wait_s`` is over. O(log n) each."""
+        """Remove and return the jobs whose ``max_wait_s`` is over or that the policy gives up. O(log n) each."""
         over: list[Job] = []
         while self._expiry and self._expiry[0][0] <= now:
             _, order, job_id = heapq.heappop(self._expiry)
             entry = self._queued.get(job_id)
             if entry is not None and entry.order == order and self.discard(job_id):
                 over.append(entry.job)
+        if (expired := getattr(self._policy, "expired", None)) is not None:
+            over += [job for job in expired(now) if self.discard(job.id)]
         return over
 
     def next_expiry(self) -> float | None:
         """When ``expire`` will next find something (may be early, never late); None when nothing can expire."""
-        while self._expiry:
-            at, order, job_id = self._expiry[0]
-            entry = self._queued.get(job_id)
-            if entry is not None and entry.order == order:
-                return at
+        while self._expiry and not self._is_live(self._expiry[0]):
             heapq.heappop(self._expiry)
-        return None
+        times = [self._expiry[0][0]] if self._expiry else []
+        if (ask := getattr(self._policy, "next_expired", None)) is not None and (at := ask()) is not None:
+            times.append(at)
+        return min(times, default=None)
 
     # -- the policy ---------------------------------------------------------------------------------------------
 
@@ -280,7 +285,16 @@ class JobQueue:
 
     def running_of(self, tenant: TenantId) -> int:
         """Running jobs of one tenant."""
-        return self._running_of.get(tenant, 0)
+        return self._caps.jobs_of(tenant)
+
+    @property
+    def caps(self) -> Caps:
+        """The caps on running jobs. May be replaced at any time; what runs already goes on."""
+        return self._caps.caps
+
+    @caps.setter
+    def caps(self, caps: Caps) -> None:
+        self._caps.caps = caps
 
     def is_queued(self, job_id: JobId) -> bool:
         """Whether the job waits here."""
@@ -361,13 +375,6 @@ class JobQueue:
         entry = self._queued.get(item[2])
         return entry is not None and entry.order == item[1]
 
-    def _release(self, tenant: TenantId) -> None:
-        left = self._running_of[tenant] - 1
-        if left:
-            self._running_of[tenant] = left
-        else:
-            del self._running_of[tenant]
-
     def _serve(self, job: Job, charge: Charge, now: float) -> None:
         backlogged = bool(self._queued)
         self._book.advance(now, backlogged)
@@ -379,6 +386,6 @@ class JobQueue:
         job = self._queued[self._held].job
         if could_fit is None or not could_fit(job):
             self._held = None
-        elif self._cap is not None and self._running_of.get(job.tenant, 0) >= self._cap:
-            return None  # it waits for its own tenant, which is no reason for the others to wait
+        elif not self._caps.allows(job):
+            return None  # it waits for its own tenant or class, which is no reason for the others to wait
         return self._held

@@ -207,7 +207,8 @@ class SchedulingPolicy(Protocol):
         """Replace the counters by those of another policy's ``dump()``; unknown keys are ignored.
 
         Shared keys: ``service`` = {tenant: virtual service (cost / weight)}, ``prepaid`` = {job id: prompt tokens that
-        were charged at dispatch and have not been reported yet}.
+        were charged at dispatch and have not been reported yet}, ``prepaid_output`` = the same for predicted output
+        tokens, ``waiting`` = [tenants that had queued jobs], ``lengths`` = [[tenant, model, recent output lengths]].
         """
         ...
 
@@ -217,6 +218,23 @@ class SchedulingPolicy(Protocol):
 
     def __len__(self) -> int:
         """Queued jobs."""
+        ...
+
+
+@runtime_checkable
+class Expiring(Protocol):
+    """Optional for a scheduling policy: it gives up jobs that cannot be served in time any more.
+
+    A policy has no clock and drops nothing silently: it names them, the queue core removes them with ``discard`` and
+    their callers are told, as when a job's ``max_wait_s`` is over.
+    """
+
+    def expired(self, now: float) -> list[Job]:
+        """Queued jobs to give up, none of them removed yet. Called often: O(log n) each, O(1) when there is none."""
+        ...
+
+    def next_expired(self) -> float | None:
+        """When ``expired`` will next name one (may be early, never late); None while nothing can expire."""
         ...
 
 
@@ -288,6 +306,7 @@ __all__ = [
     "AuthError",
     "AuthPolicy",
     "CacheScopePolicy",
+    "Expiring",
     "Fits",
     "JobEvent",
     "Json",

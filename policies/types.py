@@ -83,6 +83,8 @@ class Job:
     arrived_at: float
     weight: float = 1.0
     user: str | None = None
+    key_id: str | None = None
+    """A short hash that names the credential (``Principal.key_id``); for fairness between a tenant's keys."""
     groups: frozenset[str] = frozenset()
     service_class: str = "interactive"
     priority: int = 0
@@ -204,6 +206,8 @@ class WorkerView:
     model: str
     pool: str
     labels: Mapping[str, str] = field(default_factory=lambda: _NO_LABELS)
+    classes: frozenset[str] = frozenset()
+    """Service classes its pool is kept for; empty: all."""
     inflight: int = 0
     inflight_tokens: int = 0
     """Tokens still owed to dispatched jobs (prompt + max output − produced)."""
