@@ -1,4 +1,4 @@
-"""The ``forebay`` script: one module per command, registered here.
+"""The ``forebay`` script: one module per command, registered in ``commands.py``.
 
 Rules
 - A command module imports only typer, ``gateway.cli.*`` helpers and the standard library at its top; what it needs
@@ -12,27 +12,10 @@ from __future__ import annotations
 
 import sys
 
-import typer
-
-from gateway.cli import config, doctor, model, plugins, serve, token, worker
+from gateway.cli.commands import app
 from gateway.cli.output import UserError, complain
 
-app = typer.Typer(
-    name="forebay",
-    help="A multi-tenant gateway and scheduler in front of language-model workers.",
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-serve.register(app)
-worker.register(app)
-token.register(app)
-config.register(app)
-plugins.register(app)
-doctor.register(app)
-model.register(app)
+__all__ = ["app", "main"]
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli.output import UserError, say
+from gateway.cli.output import say
 
 group = typer.Typer(help="The configuration file.", no_args_is_help=True)
 
@@ -45,8 +45,5 @@ def reload(
 
     from gateway.cli.admin import AdminClient
 
-    answer = AdminClient.of(url, config).post("/admin/policies", {"reload": True})
+    answer = AdminClient.of(url, str(config) if config else None).post("/admin/policies", {"reload": True})
     print(json.dumps(answer, indent=2))
-
-
-__all__ = ["UserError", "group", "register"]

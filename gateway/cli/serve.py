@@ -109,10 +109,15 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
     from gateway.cli.listener import Listener, url_of
     from gateway.compose import build
 
-    gateway = build(start.settings, base_dir=start.loaded.base_dir, env=start.environment)
+    loaded = start.loaded
+    try:
+        gateway = build(loaded.settings, base_dir=loaded.base_dir, env=start.environment, config_path=loaded.path)
+        admin_api = admin_app(gateway)
+    except ValueError as error:  # BuildError, and an admin listener that would be open to the network
+        raise UserError(f"{loaded.path}: {error}") from None
     listeners = [
         Listener(public_app(gateway), public, start.settings.listen.max_connections),
-        Listener(admin_app(gateway), admin),
+        Listener(admin_api, admin),
     ]
 
     def up() -> None:

@@ -127,5 +127,13 @@ def test_the_command_line_starts_light() -> None:
     )
 
 
+def test_unpacking_a_model_loads_no_torch() -> None:
+    """The gateway's process may unpack a model's files: it needs the tokenizer in them."""
+    statement = (
+        "import workers.model_store, workers.model.wheels, workers.model.gguf_unpack, workers.model.gguf_tokenizer"
+    )
+    assert "torch" not in loaded_by(statement)
+
+
 def test_listing_policies_loads_no_torch() -> None:
     assert "torch" not in loaded_by("import policies.builtin")

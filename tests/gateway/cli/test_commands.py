@@ -207,3 +207,20 @@ def test_dev_is_for_this_machine_only(tmp_path: Path, state: dict[str, str]) -> 
     assert done.returncode == 1
     assert "listen.host" in done.stderr
     assert not Path(state["FOREBAY_STATE"]).exists()
+
+
+def test_reload_without_a_gateway_says_where_it_looked(tmp_path: Path) -> None:
+    done = forebay("config", "reload", "--url", "http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert "No gateway answers at http://127.0.0.1:9" in done.stderr
+    unknown = forebay("config", "reload", "--config", demo(tmp_path, admin={"port": 0}))
+    assert unknown.returncode == 2
+    assert "--url" in unknown.stderr
+
+
+def test_an_admin_listener_open_to_the_network_needs_a_token(tmp_path: Path) -> None:
+    config = demo(tmp_path, listen={"port": 0}, admin={"host": "0.0.0.0", "port": 0})
+    done = forebay("serve", config)
+    assert done.returncode == 1
+    assert "admin.host" in done.stderr
+    assert "Traceback" not in done.stderr
