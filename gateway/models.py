@@ -22,7 +22,7 @@ from gateway.tenants import EffectiveTenant
 from workers.protocol import Hello
 
 if TYPE_CHECKING:
-    from workers.model_store import ModelFiles
+    from workers.model_store import ModelFiles, Progress
     from workers.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
@@ -133,15 +133,18 @@ class Models:
         return [handle for handle in self._handles.values() if tenant.may_use(handle.name)]
 
 
-async def load_model(handle: ModelHandle, base_dir: Path) -> None:
-    """Resolve the model's source and read its tokenizer, in a thread. Raises ModelStoreError or ValueError."""
-    files, tokenizer = await asyncio.to_thread(_read, handle.config.source, base_dir)
+async def load_model(handle: ModelHandle, base_dir: Path, progress: Progress | None = None) -> None:
+    """Resolve the model's source and read its tokenizer, in a thread. Raises ModelStoreError or ValueError.
+
+    ``progress`` is called from that thread while files are fetched and unpacked.
+    """
+    files, tokenizer = await asyncio.to_thread(_read, handle.config.source, base_dir, progress)
     handle.load(files, tokenizer)
 
 
-def _read(source: str, base_dir: Path) -> tuple[ModelFiles, Tokenizer]:
+def _read(source: str, base_dir: Path, progress: Progress | None) -> tuple[ModelFiles, Tokenizer]:
     from workers.model_store import resolve
     from workers.tokenizer import Tokenizer
 
-    files = resolve(source, base_dir=base_dir)
+    files = resolve(source, base_dir=base_dir, progress=progress)
     return files, Tokenizer.load(files.dir)

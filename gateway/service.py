@@ -33,6 +33,7 @@ from gateway.telemetry import Telemetry
 from gateway.tenants import Tenants
 from policies.registry import Registry
 from policies.spi import KINDS, Kind
+from workers.model_store import Progress
 
 _log = log.get("gateway")
 
@@ -77,6 +78,8 @@ class Gateway:
         self.settings = settings
         self.parts = parts
         self.env = env
+        self.progress: Progress | None = None
+        """Told, from a thread, how far fetching and unpacking of model files is. Set before ``start``."""
         self._base_dir = base_dir
         self._config_path = config_path
         self._tasks: list[asyncio.Task[None]] = []
@@ -180,7 +183,7 @@ class Gateway:
         wait_s = 1.0
         while True:
             try:
-                await load_model(model, self._base_dir)
+                await load_model(model, self._base_dir, self.progress)
             except (OSError, ValueError) as error:
                 # The operator's own configuration, not a caller's text: the message is safe and needed.
                 _log.error("model_not_loaded", model=model.name, why=str(error), retry_s=wait_s)

@@ -74,7 +74,7 @@ def progress_bar() -> Iterator[Progress]:
         return
 
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     bars = Progress(
         TextColumn("{task.description:<12}"),
@@ -83,17 +83,17 @@ def progress_bar() -> Iterator[Progress]:
         TimeRemainingColumn(),
         console=Console(stderr=True),
     )
-    tasks: dict[str, int] = {}
+    tasks: dict[str, TaskID] = {}
 
     def draw(stage: str, done: int, total: int) -> None:
-        if not tasks:
-            bars.start()
         if stage not in tasks:
+            bars.start()
             tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total)
-        bars.update(tasks[stage], completed=done, total=total)  # type: ignore[arg-type]
+        bars.update(tasks[stage], completed=done, total=total)
+        if done >= total:
+            bars.stop()  # a live display would go on redrawing over what is logged later
 
     try:
         yield draw
     finally:
-        if tasks:
-            bars.stop()
+        bars.stop()

@@ -107,6 +107,7 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
     from gateway.app import admin_app, public_app
     from gateway.cli.lifetime import run
     from gateway.cli.listener import Listener, url_of
+    from gateway.cli.model import progress_bar
     from gateway.compose import build
 
     loaded = start.loaded
@@ -125,7 +126,8 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
             _write_ready(start.ready_file, url_of(public), url_of(admin))
         say(_banner(start, url_of(public), url_of(admin)))
 
-    return await run(gateway, listeners, up)
+    with progress_bar() as gateway.progress:
+        return await run(gateway, listeners, up)
 
 
 def _write_ready(path: Path, base_url: str, admin_url: str) -> None:
