@@ -215,6 +215,22 @@ def test_over_share_goes_before_below_share() -> None:
     assert pool.evictions["over_share"] == 5
 
 
+def test_own_goes_before_others_below_share() -> None:
+    """Nobody is over its share: who needs a block gives up its own cache first, though another's is older."""
+    pool = BlockPool(20)
+    older = fill(pool, "older", 5)
+    own = fill(pool, "own", 5)
+    for _ in range(10):
+        pool.take(b"busy", "busy", 1.0)
+    for left in (4, 3, 2, 1, 0):
+        pool.take(b"own", "own", 1.0)
+        assert len(pool.lookup(own)) == left
+        assert len(pool.lookup(older)) == 5
+    pool.take(b"own", "own", 1.0)
+    assert len(pool.lookup(older)) == 4
+    assert (pool.evictions["own"], pool.evictions["pressure"]) == (5, 1)
+
+
 def test_running_work_goes_before_cache() -> None:
     """Protection never withholds a block: with nobody over its share the oldest cached block goes."""
     pool = BlockPool(4)

@@ -164,3 +164,43 @@ def test_blocks_on_their_way_back_need_no_second_victim() -> None:
         before = drive.planner.roster.preemptions
     drive.idle()
     assert before > 0
+
+
+def test_a_promise_ends_with_its_holder() -> None:
+    """Blocks promised to a sequence that is cancelled are everybody's again."""
+    drive = Drive(blocks=16, block_size=2, prefix_cache=False)
+    drive.add(request("capped", 4, 20))[0].preemptions = MAX_PREEMPTIONS
+    drive.step()
+    assert drive.planner.roster.promised == 10
+    drive.add(request("big", 20, 6))
+    assert drive.step() is not None
+    assert len(drive.planner.roster.running) == 1
+    drive.cancel("capped")
+    assert drive.planner.roster.promised == 0
+    drive.run()
+    assert drive.last["big", 0].finish == "length"
+
+
+def test_who_comes_leaves_room_to_grow() -> None:
+    """A newcomer is let in only if a block is left for each that runs: else it would push one out at once."""
+    drive = Drive(blocks=8, block_size=2, prefix_cache=False, max_step_tokens=64)
+    drive.add(request("a", 4, 4), request("b", 4, 4), request("c", 8, 1))
+    drive.step()
+    assert [s.id for s in drive.planner.roster.running] == ["a", "b"]
+    drive.run()
+    assert drive.planner.roster.preemptions == 0
+
+
+def test_preempted_inside_its_prompt() -> None:
+    """What was computed of a prompt before the preemption is billed once, the rest when it is computed."""
+    drive = Drive(blocks=16, block_size=2, prefix_cache=False, max_step_tokens=2)
+    old = drive.add(request("old", 2, 20))[0]
+    young = drive.add(request("young", 20, 4))[0]
+    while not young.preemptions:
+        assert drive.step() is not None
+    assert 0 < young.prompt_computed < 20
+    assert old.finish is None
+    drive.run()
+    assert drive.last["young", 0].prompt_computed == 20
+    assert young.record is not None
+    assert young.record.recomputed > 0

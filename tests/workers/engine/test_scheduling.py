@@ -153,8 +153,10 @@ def test_slots() -> None:
 def test_more_choices_than_slots() -> None:
     """engine I1: n above max_running still gives every choice; the prompt is billed once."""
     drive = Drive(max_running=2, prefix_cache=False)
-    drive.add(request("q", 6, 5, n=5), request("next", 3, 2))
+    choices = drive.add(request("q", 6, 5, n=5))
+    drive.add(request("next", 3, 2))
     drive.run()
+    assert [choice.prompt_computed for choice in choices] == [6, 0, 0, 0, 0]
     assert {choice for choice in drive.last if choice[0] == "q"} == {("q", i) for i in range(5)}
     assert sum(last.prompt_computed for (name, _), last in drive.last.items() if name == "q") == 6
 
