@@ -9,6 +9,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -101,10 +102,9 @@ class Desk:
         ticket.finish(error, now)
         self.tickets.pop(job.id, None)
         try:
-            if queued:
-                self.queue.discard(job.id)
-            else:
-                self.queue.finish(job.id, Charge(), now)
+            if not self.queue.discard(job.id):
+                with contextlib.suppress(KeyError):  # expired: the queue has let go of it already
+                    self.queue.finish(job.id, Charge(), now)
         except Exception as failure:  # a foreign scheduling policy: its caller must have an end all the same
             self.monitor.fault("scheduling")
             _log.error("scheduling_failed", policy=self.policy_name, failure=log.describe(failure))

@@ -22,7 +22,7 @@ from msgspec.structs import replace as with_fields
 from gateway import log
 from gateway import trace_attributes as attributes
 from gateway.desk import Desk, try_send
-from gateway.errors import ApiError, shed, unavailable
+from gateway.errors import ApiError, internal, shed, unavailable
 from gateway.flights import Flight
 from gateway.gate import Claim, Load, Room, fill, takes
 from gateway.landing import Landing
@@ -266,13 +266,22 @@ class Dispatcher:
         return not self._desk.tickets[job.id].suspect and self.ready_for(job) > 0
 
     def _dispatch(self, dispatch: Dispatch, rooms: list[Room], now: float) -> None:
-        job = dispatch.job
-        ticket = self._desk.tickets[job.id]
+        """Send one job. Whatever fails on the way ends that job only."""
+        ticket = self._desk.tickets[dispatch.job.id]
+        try:
+            self._send(ticket, dispatch, rooms, now)
+        except Exception as error:
+            _log.error("dispatch_broke", job=dispatch.job.id, failure=log.describe(error))
+            self._desk.monitor.fault("dispatch")
+            self._desk.end(ticket, internal(), now)
+
+    def _send(self, ticket: Ticket, dispatch: Dispatch, rooms: list[Room], now: float) -> None:
+        job = ticket.job
         if ticket.span is not None:
             ticket.span.set(attributes.picked(dispatch.pick, dispatch.waited_s, dispatch.waited_behind))
         room, decision = self._route(ticket, rooms, now)
         handle = self._handles[decision.worker]
-        prepared = ticket.prepared
+        prepared, choices = ticket.prepared, ticket.prepared.choices()
         ticket.span = ticket.trace.begin_chat(
             self.model.name, attributes.chat_request(prepared.generate, self.model.name, stream=ticket.stream)
         )
@@ -286,8 +295,7 @@ class Dispatcher:
             ticket.span = ticket.trace.begin("queue")
             return
         load = Load(job.prompt_tokens, ticket.choices, started=False, suspect=ticket.suspect)
-        open_choices = set(range(ticket.choices))
-        self._desk.flights.add(Flight(ticket, handle, prepared.choices(), open_choices, load))
+        self._desk.flights.add(Flight(ticket, handle, choices, set(range(ticket.choices)), load))
         ticket.dispatched(handle, now, dispatch.waited_s)
         if dispatch.attempt == 1:
             self._landing.budget.earn()

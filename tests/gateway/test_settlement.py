@@ -14,7 +14,7 @@ from gateway import pipeline as pipeline_module
 from gateway.app import COMPLETIONS
 from gateway.ticket import Ticket
 from policies.types import JobId, Usage
-from tests.gateway.harness import MODEL, Site, token, until
+from tests.gateway.harness import MODEL, Site, token
 from workers.testing import Echo
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
