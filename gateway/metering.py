@@ -31,8 +31,14 @@ class Meter:
         """Take cumulative figures of choice ``index``; returns what is new. Unknown choices count nothing."""
         if not 0 <= index < len(self._output):
             return Charge()
-        before = self.usage
-        self._cached = max(self._cached, min(prompt_cached, self._prompt_tokens - self._prompt))
-        self._prompt = max(self._prompt, min(prompt_computed, self._prompt_tokens - self._cached))
-        self._output[index] = max(self._output[index], output)
-        return self.usage - before
+        prompt = cached = 0
+        if self._prompt + self._cached < self._prompt_tokens:
+            cached = max(0, min(prompt_cached, self._prompt_tokens - self._prompt) - self._cached)
+            self._cached += cached
+            prompt = max(0, min(prompt_computed, self._prompt_tokens - self._cached) - self._prompt)
+            self._prompt += prompt
+        new = output - self._output[index]
+        if new > 0:
+            self._output[index] = output
+            return Charge(prompt, cached, new)
+        return Charge(prompt, cached)

@@ -71,7 +71,13 @@ class _Running:
     order: int
     waited_s: float
     attempt: int
-    usage: Usage
+    prompt: int
+    cached: int
+    output: int
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.prompt, self.cached, self.output)
 
 
 @dataclass(slots=True)
@@ -166,7 +172,8 @@ class JobQueue:
             ):
                 self._held = other.job.id
         waited = entry.waited_s + now - entry.since
-        self._running[job.id] = _Running(job, entry.order, waited, entry.attempt, entry.usage)
+        used = entry.usage
+        self._running[job.id] = _Running(job, entry.order, waited, entry.attempt, used.prompt, used.cached, used.output)
         self._caps.add(job)
         behind = self._book.since(entry.epoch, MAX_BEHIND)
         return Dispatch(job, pick, waited, behind, entry.attempt)
@@ -174,7 +181,10 @@ class JobQueue:
     def charge(self, job_id: JobId, charge: Charge, now: float) -> None:
         """Account work that ran for a running job. Raises KeyError when it is not running."""
         running = self._running[job_id]
-        running.usage = running.usage + charge
+        # Plain numbers: this runs for every sequence in every step.
+        running.prompt += charge.prompt
+        running.cached += charge.cached
+        running.output += charge.output
         self._serve(running.job, charge, now)
         self._policy.charge(running.job, charge, now, False)
 

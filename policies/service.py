@@ -94,8 +94,10 @@ class ServiceBook:
                 account.epochs[:half] = account.epochs[1:half:2]
                 account.marks[:half] = account.marks[1:half:2]
         account.total += tokens
-        account.recent = account.decayed(now) + tokens
-        account.recent_at = now
+        if account.recent_at != now:
+            account.recent = account.decayed(now)
+            account.recent_at = now
+        account.recent += tokens
         self._dirty = True
         if backlogged:
             self._tokens += tokens
