@@ -143,8 +143,8 @@ def test_who_holds_a_promise_is_no_victim() -> None:
     drive = Drive(blocks=24, block_size=2, prefix_cache=False, max_step_tokens=64)
     hunted = drive.add(request("hunted", 4, 22, tenant_key="greedy"))[0]
     hunted.preemptions = MAX_PREEMPTIONS
-    drive.planner.roster.service.add("greedy", 10_000)
     others = [drive.add(request(f"q{i}", 4, 22, tenant_key="modest"))[0] for i in range(3)]
+    drive.planner.roster.service.add("greedy", 10_000)
     drive.run()
     assert hunted.preemptions == MAX_PREEMPTIONS
     assert sum(other.preemptions for other in others) > 0
@@ -184,7 +184,7 @@ def test_a_promise_ends_with_its_holder() -> None:
 def test_who_comes_leaves_room_to_grow() -> None:
     """A newcomer is let in only if a block is left for each that runs: else it would push one out at once."""
     drive = Drive(blocks=8, block_size=2, prefix_cache=False, max_step_tokens=64)
-    drive.add(request("a", 4, 4), request("b", 4, 4), request("c", 8, 1))
+    drive.add(request("a", 4, 4), request("b", 4, 4), request("c", 8, 3))
     drive.step()
     assert [s.id for s in drive.planner.roster.running] == ["a", "b"]
     drive.run()
@@ -204,3 +204,19 @@ def test_preempted_inside_its_prompt() -> None:
     assert drive.last["young", 0].prompt_computed == 20
     assert young.record is not None
     assert young.record.recomputed > 0
+
+
+def test_a_victims_copies_go_with_it() -> None:
+    """Two choices lose their blocks in the step that was to copy their tail; others copy into the same blocks."""
+    drive = Drive(blocks=5, block_size=2, prefix_cache=False, max_step_tokens=64)
+    drive.add(
+        request("greedy", 3, 4, n=2, tenant_key="greedy"),
+        request("modest", 3, 4, n=4, tenant_key="modest"),
+    )
+    drive.step()
+    drive.planner.roster.service.add("greedy", 10_000)
+    plan = drive.step()
+    assert plan is not None
+    assert [chunk.sequence.id for chunk in plan.chunks] == ["modest"] * 4
+    assert len(plan.copies) == 3
+    drive.run()
