@@ -30,8 +30,9 @@ class EngineConfig(BaseModel):
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    attention: Literal["auto", "reference", "batched"] = "auto"
-    """``reference`` is the plain fp32 one that all others are measured against."""
+    attention: Literal["auto", "native", "batched", "reference"] = "auto"
+    """``native`` is one C++ call per step (CPU), ``batched`` is torch, ``reference`` the plain one that all others are
+    measured against. ``auto`` takes native where it compiles and knows the model, else batched."""
     block_size: int = Field(16, ge=1, le=256)
     kv_cache: Bytes = 2**30
     """Bytes for keys and values; whole blocks that fit are made at start."""
@@ -46,8 +47,8 @@ class EngineConfig(BaseModel):
     """Longest prompt + output in tokens; None = the model's own limit."""
     prefix_cache: bool = True
     cache_share: float = Field(1.0, ge=0, le=1)
-    """Part of the pool that is split by weight between the tenants with cached blocks: below its part a tenant's cache is
-    safe from another's flood. 0 = evict in plain least-recently-used order."""
+    """Part of the pool that is split by weight between the tenants with cached blocks: below its part a tenant's cache
+    is safe from another's flood. 0 = evict in plain least-recently-used order."""
     mode: Literal["continuous", "static"] = "continuous"
     """``static`` batches are for comparison: a batch runs to its end before the next is admitted."""
     kv_cache_reuse: bool = True

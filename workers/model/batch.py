@@ -49,8 +49,8 @@ class Batch:
         return (table[:, None] * size + np.arange(size)).reshape(-1)[:count]
 
 
-def build(chunks: Items[Chunk], block_size: int, device: torch.device, reuse: bool = True) -> Batch:
-    """Lay out ``chunks``. With ``reuse=False`` every sequence is computed again from its first token.
+def build(chunks: Items[Chunk], block_size: int, device: torch.device) -> Batch:
+    """Lay out ``chunks``, in their order.
 
     Raises ValueError when a chunk reaches past its sequence's tokens or blocks: the plan is wrong.
     """
@@ -62,7 +62,7 @@ def build(chunks: Items[Chunk], block_size: int, device: torch.device, reuse: bo
     sampler_rows: list[int] = []
     offsets = np.arange(block_size)
     for chunk in chunks:
-        sequence, start, end = chunk.sequence, chunk.start if reuse else 0, chunk.start + chunk.count
+        sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
         if end > len(sequence.tokens) or end > len(sequence.blocks) * block_size or chunk.count < 1:
             raise ValueError(
                 f"chunk [{chunk.start}, {end}) does not fit sequence {sequence.id!r}: {len(sequence.tokens)} tokens, "

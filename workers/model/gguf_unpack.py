@@ -98,7 +98,7 @@ class GgufModel:
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One tensor, dequantised to fp32 [out, in]; rows of q and k in the half-split RoPE order."""
         stored = self._tensors[name]
-        array = np.asarray(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
+        array = np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)  # a copy: fp32 data is mapped
         array = array.reshape(tuple(int(size) for size in reversed(stored.shape)))
         if name.endswith("q_proj.weight"):
             array = unpermute(array, self._heads)

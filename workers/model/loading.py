@@ -14,6 +14,9 @@ from workers.config import EngineConfig
 from workers.model.attention import AttentionShape, backend
 from workers.model.config import ModelConfig, parse_config, read_config
 from workers.model.kv_cache import KvCache, KvCacheSizeError, block_count
+from workers.model.native.build import NativeUnavailableError
+from workers.model.native.decoder import NativeCache, NativeDecoder, unsupported
+from workers.model.native.runner import NativeRunner
 from workers.model.registry import BUILTIN, architecture
 from workers.model.runner import TorchRunner
 from workers.model.weights import GgufSource, SafetensorsSource, Weights
@@ -28,9 +31,10 @@ MEAN_REQUEST_TOKENS = 512
 class LoadedModel:
     """A runner and what the worker tells the gateway about it."""
 
-    runner: TorchRunner
+    runner: TorchRunner | NativeRunner
     config: ModelConfig
     eos_ids: frozenset[int]
+    vocab_size: int
     max_context: int
     blocks: int
     block_size: int
@@ -41,6 +45,9 @@ class LoadedModel:
     device: str
     dtype: str
     attention: str
+    """The backend in use; the native kernel also names its instruction set."""
+    fallback: str | None = None
+    """Why ``auto`` on a CPU did not take the native kernel."""
 
     @property
     def cache_tokens(self) -> int:
@@ -99,29 +106,80 @@ def load(
     max_context = min(engine.max_context or config.max_context, config.max_context)
     if engine.max_context and engine.max_context > config.max_context:
         raise ValueError(f"engine.max_context={engine.max_context} exceeds the model's own limit {config.max_context}")
-    with opened, torch.inference_mode():
+    with opened, torch.no_grad():
         weights = Weights(opened, dtype, device)
-        decoder = architecture(config.architecture, architectures)(config, weights, max_context)
-        weights.close(frozenset({"lm_head.weight"} if config.tied else ()))
-        shape = AttentionShape(config.heads, config.kv_heads, config.head_dim)
-        attention = backend(engine.attention, shape)
         per_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
-        cache_tensor = KvCache(config, block_count(engine, per_token), engine.block_size, dtype, device)
+        blocks = block_count(engine, per_token)
+        target = architectures.get(config.architecture)
+        reason = _why_not_native(engine, config, target, dtype, device)
+        made = None
+        if reason is None:
+            try:
+                made = _native(engine, config, weights, max_context, blocks, dtype)
+            except NativeUnavailableError as error:
+                reason = str(error)
+        if made is None and engine.attention == "native":
+            raise ValueError(f"engine.attention=native cannot be used: {reason}; auto takes what runs")
+        made = made or _torch(engine, config, weights, max_context, blocks, dtype, device, architectures)
+        weights.close(frozenset({"lm_head.weight"} if config.tied else ()))
     return LoadedModel(
-        runner=TorchRunner(decoder, cache_tensor, attention, device, engine.kv_cache_reuse),
+        runner=made.runner,
         config=config,
         eos_ids=config.eos_ids,
+        vocab_size=config.vocab,
         max_context=max_context,
-        blocks=cache_tensor.blocks,
+        blocks=blocks,
         block_size=engine.block_size,
-        weight_bytes=decoder.weight_bytes(),
-        kv_bytes_per_token=cache_tensor.bytes_per_token,
+        weight_bytes=made.weight_bytes,
+        kv_bytes_per_token=per_token,
         revision=files.revision,
         tokenizer_sha256=files.tokenizer_sha256,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        attention=attention.name,
+        attention=made.attention,
+        fallback=reason if engine.attention == "auto" and device.type == "cpu" else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    runner: TorchRunner | NativeRunner
+    weight_bytes: int
+    attention: str
+
+
+def _why_not_native(
+    engine: EngineConfig, config: ModelConfig, target: str | None, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    if engine.attention not in ("auto", "native"):
+        return f"engine.attention={engine.attention}"
+    if target != BUILTIN["LlamaForCausalLM"]:
+        return f"architecture {config.architecture} runs in torch only"
+    return unsupported(config, engine.block_size, dtype, device)
+
+
+def _native(
+    engine: EngineConfig, config: ModelConfig, weights: Weights, max_context: int, blocks: int, dtype: torch.dtype
+) -> _Made:
+    cache = NativeCache(config, blocks, engine.block_size, dtype)
+    decoder = NativeDecoder(config, weights, max_context, cache, dtype, torch.get_num_threads())
+    return _Made(NativeRunner(decoder, cache), decoder.weight_bytes(), f"native ({decoder.isa})")
+
+
+def _torch(
+    engine: EngineConfig,
+    config: ModelConfig,
+    weights: Weights,
+    max_context: int,
+    blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    architectures: Mapping[str, str],
+) -> _Made:
+    decoder = architecture(config.architecture, architectures)(config, weights, max_context)
+    attention = backend(engine.attention, AttentionShape(config.heads, config.kv_heads, config.head_dim))
+    cache = KvCache(config, blocks, engine.block_size, dtype, device)
+    return _Made(TorchRunner(decoder, cache, attention, device), decoder.weight_bytes(), attention.name)
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -28,21 +28,21 @@ class Decoder(Protocol):
 class TorchRunner:
     """``workers.engine.plan.Runner`` on a torch device."""
 
-    def __init__(
-        self, decoder: Decoder, cache: KvCache, attention: AttentionBackend, device: torch.device, reuse: bool = True
-    ) -> None:
-        """``reuse=False`` computes every sequence anew each step, for comparison; the cache is then scratch."""
-        self.decoder, self.cache, self.attention = decoder, cache, attention
-        self._device, self._reuse = device, reuse
+    def __init__(self, decoder: Decoder, cache: KvCache, attention: AttentionBackend, device: torch.device) -> None:
+        self.decoder, self.cache, self.attention, self._device = decoder, cache, attention, device
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Zero, copy, compute, sample, in this order. Raises ValueError for a plan that does not fit its sequences."""
+        """Zero, copy, compute, sample, in this order.
+
+        Raises SequenceFault naming the sequences without one finite logit, ValueError for a plan that does not fit its
+        sequences.
+        """
         self.cache.zero(plan.zero)
         self.cache.copy(plan.copies)
         if not plan.chunks:
             return StepResult([])
-        batch = build(plan.chunks, self.cache.block_size, self._device, self._reuse)
+        batch = build(plan.chunks, self.cache.block_size, self._device)
         rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self._device)
         attend = Attend(self.attention, self.cache, batch)
         logits = self.decoder(batch.tokens, batch.positions, attend, rows)

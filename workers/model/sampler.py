@@ -6,7 +6,7 @@ Order per row: penalties, logit bias, min_tokens → (greedy: argmax) → temper
 Rules
 - A row's token depends on its logits, its parameters, its seed and its position only: never on the other rows.
 - top_k and top_p cut at a logit, and whatever equals the cut stays: equal logits are never split by an arbitrary order.
-- No input crashes a step: NaN counts as -inf, +inf as the largest number, unknown token ids in a bias are skipped.
+- NaN counts as -inf, +inf as the largest number; unknown token ids in a bias are skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workers.engine.plan import Sampled
+from workers.engine.plan import Sampled, SequenceFault
 from workers.engine.sequence import Sequence
 from workers.model.philox import uniforms
 from workers.protocol import TokenLogprob
@@ -27,11 +27,17 @@ _TOP_P_WIDTH = 1024
 
 
 def sample(logits: Tensor, samplers: list[Sequence]) -> list[Sampled]:
-    """One token for every sampler. ``logits`` fp32 [samplers, vocab] is overwritten."""
+    """One token for every sampler. ``logits`` fp32 [samplers, vocab] is overwritten.
+
+    Raises SequenceFault naming the samplers whose row has no finite logit: the model is broken for them, not unlucky.
+    """
     if not samplers:
         return []
-    highest = logits.amax(dim=-1)
-    if not bool(highest.isfinite().all()):
+    if not bool(logits.amax(dim=-1).isfinite().all()):
+        broken = (~logits.isfinite().any(dim=-1)).tolist()
+        if any(broken):
+            named = tuple(one for one, bad in zip(samplers, broken, strict=True) if bad)
+            raise SequenceFault("no finite logit", named)
         logits = logits.nan_to_num_(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
     reporting = [row for row, one in enumerate(samplers) if one.params.logprobs is not None]
     raw = logits[reporting].log_softmax(dim=-1) if reporting else None

@@ -25,7 +25,7 @@ class NativeRunner:
             return StepResult([])
         rows, samplers, own = layout(plan, self.cache.block_size)
         logits, best = self.decoder.forward(rows)
-        if all(map(_greedy, samplers)):
+        if -1 not in best and all(map(_greedy, samplers)):
             return StepResult([Sampled([best[row]]) for row in own])
         return StepResult(sample(logits[torch.tensor(own)] if len(own) != len(logits) else logits, samplers))
 

@@ -39,7 +39,7 @@ struct FbStep {
   const int* blocks;                      // all block tables, one after the other
   const int* sample_rows;                 // [samples]
   float* logits;                          // [samples][head.n]
-  int* best;                              // [samples] the token with the highest logit, the first of equals
+  int* best;                              // [samples] the highest logit's token, the first of equals; -1 without any
 };
 }
 
@@ -314,6 +314,7 @@ struct Impl final : Engine {
     for (; c + 16 <= s.vocab; c += 16) top = max(load(logits + c), top);  // a NaN on the left never wins
     float highest = hmax(top);
     for (; c < s.vocab; c++) highest = logits[c] > highest ? logits[c] : highest;
+    if (highest == -INFINITY) return void(*best = -1);  // no finite logit: the model is broken for this row
     for (*best = 0; *best + 1 < s.vocab && logits[*best] != highest;) ++*best;
   }
 
