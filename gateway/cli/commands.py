@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gateway.cli import config, doctor, model, plugins, serve, token, worker
+from gateway.cli import bench, config, doctor, model, plugins, serve, token, worker
 
 app = typer.Typer(
     name="forebay",
@@ -22,3 +22,4 @@ config.register(app)
 plugins.register(app)
 doctor.register(app)
 model.register(app)
+bench.register(app)

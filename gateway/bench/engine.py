@@ -1,0 +1,270 @@
+"""Our engine, in this process, under the pump: the real ``Engine`` over the real runner, stepped by the caller."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gateway.bench import load, metrics, pump
+from gateway.bench.load import Load, Request, Timeline
+from gateway.bench.pump import News
+from gateway.bench.report import BenchError, engine_versions
+
+if TYPE_CHECKING:
+    from workers.config import EngineConfig
+    from workers.engine.plan import Runner
+    from workers.engine.record import StepRecord
+    from workers.model.loading import LoadedModel
+    from workers.protocol import SequenceOutput, StepOutputs
+
+LEAST_REQUESTS = 8
+"""A run has so many requests at least: whole waves of its concurrency."""
+
+
+@dataclass(slots=True)
+class Steps:
+    """Totals over a run's engine steps."""
+
+    count: int = 0
+    rows: int = 0
+    """Tokens that went through the linears."""
+    total_ns: int = 0
+    run_ns: int = 0
+    """Of that, inside the runner; the rest is planning and bookkeeping."""
+    most_ns: int = 0
+
+    def figures(self) -> dict[str, Any]:
+        """Under the names that reports use."""
+        overhead = self.total_ns - self.run_ns
+        return {
+            "steps": self.count,
+            "rows": self.rows,
+            "step_max_ms": round(self.most_ns / 1e6, 3),
+            "bookkeeping_ms_per_step": round(overhead / self.count / 1e6, 4) if self.count else None,
+            "bookkeeping_share": round(overhead / self.total_ns, 5) if self.total_ns else None,
+        }
+
+
+class BenchEngine:
+    """A ``pump.StepEngine``. Answers are greedy and end tokens do not stop them."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, *, source: str = "", load_s: float = 0.0) -> None:
+        self.loaded, self.config, self.source, self.load_s = loaded, config, source, load_s
+        self._build(loaded.runner)
+
+    def _build(self, runner: Runner) -> None:
+        from workers.engine.loop import Engine
+
+        self._engine = Engine(
+            self.config,
+            runner,
+            blocks=self.loaded.blocks,
+            max_context=self.loaded.max_context,
+            revision=self.loaded.revision,
+            eos_ids=self.loaded.eos_ids,
+            vocab_size=self.loaded.vocab_size,
+            clock_ns=time.perf_counter_ns,
+            on_outputs=self._take,
+            on_step=self._count,
+        )
+        self._news: list[News] = []
+        self._open: dict[str, int] = {}
+        self.answers: dict[str, list[int]] | None = None
+        """Set it to a dict to keep the tokens of every answer (choice 0)."""
+        self.steps = Steps()
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are below it."""
+        return self.loaded.vocab_size
+
+    @property
+    def preemptions(self) -> int:
+        """Since the engine was made."""
+        return self._engine.planner.roster.preemptions
+
+    def submit(self, request: Request) -> None:
+        """Hand it to the engine."""
+        from workers.protocol import Generate, SamplingParams
+
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        self._open[request.id] = request.n
+        self._engine.submit(
+            Generate(
+                request.id,
+                list(request.tokens),
+                request.max_tokens,
+                params,
+                n=request.n,
+                scope=b"bench",
+                tenant_key="bench",
+            )
+        )
+
+    def step(self) -> list[News]:
+        """One step of the engine; what it brought."""
+        self._engine.step()
+        news, self._news = self._news, []
+        return news
+
+    def run(self, work: Load, progress: pump.Progress = lambda done, total: None) -> list[Timeline]:
+        """Run a load; ``steps`` then tells of its steps. Raises BenchError when a request can never run here."""
+        self.check(work)
+        self.steps = Steps()
+        return pump.run(self, work, progress)
+
+    def check(self, work: Load) -> None:
+        """Raises BenchError for a load that does not fit the context or the cache."""
+        if work.longest > self.loaded.max_context:
+            raise BenchError(
+                f"a request of {work.longest} tokens exceeds the model's context of {self.loaded.max_context}; "
+                "ask for less input or output"
+            )
+        room = self.loaded.blocks * self.loaded.block_size
+        if work.longest > room:
+            raise BenchError(
+                f"a request of {work.longest} tokens exceeds the KV cache of {room}; raise engine.kv_cache"
+            )
+
+    def close(self) -> None:
+        """End it; whatever is unfinished ends with an error."""
+        self._engine.stop()
+
+    def _take(self, outputs: StepOutputs) -> None:
+        self._news += map(self._of, outputs.outputs)
+
+    def _of(self, output: SequenceOutput) -> News:
+        if self.answers is not None and output.index == 0:
+            self.answers.setdefault(output.id, []).extend(output.tokens)
+        ended = output.finish is not None
+        if ended:
+            self._open[output.id] -= 1
+        finished = ended and not self._open[output.id]
+        if finished:
+            del self._open[output.id]
+        timings = output.timings
+        return News(
+            output.id,
+            len(output.tokens),
+            finished,
+            cached=output.prompt_cached if output.index == 0 else None,
+            scheduled=timings.scheduled_ns / 1e9 if timings is not None and timings.scheduled_ns else None,
+            error=(output.error or "internal") if output.finish == "error" else None,
+        )
+
+    def _count(self, record: StepRecord) -> None:
+        steps = self.steps
+        taken = record.end_ns - record.start_ns
+        steps.count += 1
+        steps.rows += record.prefill_tokens + record.decode_tokens
+        steps.total_ns += taken
+        steps.run_ns += record.run_ns
+        steps.most_ns = max(steps.most_ns, taken)
+
+    def versions(self) -> dict[str, Any]:
+        """For the report."""
+        return engine_versions(self.loaded, self.config, self.source)
+
+    def sizes(self) -> dict[str, Any]:
+        """Cold start and memory."""
+        loaded = self.loaded
+        kv = loaded.blocks * loaded.block_size * loaded.kv_bytes_per_token
+        return {
+            "load_s": round(self.load_s, 3),
+            "weight_bytes": loaded.weight_bytes,
+            "kv_bytes": kv,
+            "peak_rss_bytes": peak_rss(),
+        }
+
+
+def open_engine(
+    source: str,
+    config: EngineConfig,
+    *,
+    base_dir: Path | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> BenchEngine:
+    """Load a model (seconds). Raises BenchError with the loader's message."""
+    from workers.model.loading import load as load_model
+
+    begin = time.perf_counter()
+    try:
+        loaded = load_model(source, config, base_dir=base_dir or Path.cwd(), progress=progress)
+    except ValueError as error:
+        raise BenchError(str(error)) from None
+    return BenchEngine(loaded, config, source=source, load_s=time.perf_counter() - begin)
+
+
+def measure(
+    engine: BenchEngine,
+    label: str,
+    *,
+    input_tokens: int,
+    output_tokens: int,
+    concurrency: int,
+    requests: int | None = None,
+    slo: metrics.Slo | None = None,
+    warm_up: bool = True,
+    progress: pump.Progress = lambda done, total: None,
+) -> dict[str, Any]:
+    """One run of equal requests in a closed loop; its figures. ``label`` names its prompts: use one only once.
+
+    A warm-up of as many, short ones comes first.
+    """
+    count = requests or waves(concurrency)
+    work = load.uniform(label, count, input_tokens, output_tokens, engine.vocab, concurrency)
+    engine.check(work)
+    if warm_up:
+        short = min(input_tokens, 32)
+        engine.run(load.uniform(f"{label}-warm", concurrency, short, 4, engine.vocab, concurrency))
+    before = engine.preemptions
+    lines = engine.run(work, progress)
+    return {
+        "concurrency": concurrency,
+        "input": input_tokens,
+        "output": output_tokens,
+        **metrics.summarise(lines, slo),
+        "preemptions": engine.preemptions - before,
+        **engine.steps.figures(),
+    }
+
+
+def waves(concurrency: int) -> int:
+    """Requests of a run: whole waves, ``LEAST_REQUESTS`` at least."""
+    return concurrency * max(1, -(-LEAST_REQUESTS // concurrency))
+
+
+def peak_rss() -> int:
+    """Most memory this process ever held, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def overridden(config: EngineConfig, assignments: Iterable[str]) -> EngineConfig:
+    """``config`` with ``key=value`` settings, values as in YAML. Raises BenchError naming what is wrong."""
+    import yaml
+    from pydantic import ValidationError
+
+    from workers.config import EngineConfig as Model
+
+    changes: dict[str, Any] = {}
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise BenchError(f"--set {text!r}: write key=value, for instance max_running=64")
+        changes[key.strip()] = yaml.safe_load(value)
+    return _validated(Model, {**config.model_dump(), **changes}, ValidationError)
+
+
+def _validated(model: type[EngineConfig], values: Mapping[str, Any], failure: type[Exception]) -> EngineConfig:
+    try:
+        return model.model_validate(dict(values))
+    except failure as error:
+        details = error.errors() if hasattr(error, "errors") else []
+        text = "; ".join(f"engine.{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details)
+        raise BenchError(text) from None
