@@ -22,6 +22,7 @@ from gateway.dispatch import Dispatcher
 from gateway.fetch import fetch_json
 from gateway.gatekeeper import Gatekeeper
 from gateway.gauge_sources import model_gauges, quota_gauges, worker_gauges
+from gateway.history import History
 from gateway.http.admin import admin_token
 from gateway.intake import Intake
 from gateway.metrics import Metrics
@@ -29,6 +30,7 @@ from gateway.models import Models
 from gateway.monitor import LiveMonitor
 from gateway.pipeline import Pipeline
 from gateway.pool import Pool
+from gateway.recent import RecentRequests
 from gateway.report import Reporter
 from gateway.runtime import Runtime
 from gateway.service import Gateway, Parts
@@ -109,6 +111,7 @@ def build(
         raise BuildError(str(error)) from error
     tenants = Tenants(settings)
     intake = Intake(secret)
+    recent = RecentRequests(metrics.tenant)
     gatekeeper = Gatekeeper(budget_s=settings.timeouts.policy_s, monitor=monitor, clock=time.monotonic)
     pipeline = Pipeline(
         runtime=runtime,
@@ -117,7 +120,7 @@ def build(
         intake=intake,
         dispatchers=dispatchers,
         gatekeeper=gatekeeper,
-        reporter=Reporter(telemetry, metrics, monitor),
+        reporter=Reporter(telemetry, metrics, monitor, recent),
         monitor=monitor,
         timeouts=settings.timeouts,
         max_body_bytes=settings.listen.max_body_bytes,
@@ -138,6 +141,8 @@ def build(
         pools=pools,
         metrics=metrics,
         telemetry=telemetry,
+        recent=recent,
+        history=History(metrics, tenants, dispatchers, recent),
         secret=secret,
     )
     return Gateway(settings, parts, base_dir=base_dir, config_path=config_path, env=env)

@@ -34,7 +34,7 @@ from gateway.trace import NO_TRACE, RequestTrace
 from gateway.worker_handle import WorkerGoneError, WorkerHandle, WorkerLoss, WorkerState
 from policies.queue import Dispatch, JobQueue
 from policies.spi import RoutingPolicy, SchedulingPolicy
-from policies.types import Job, QueueSnapshot, RequeueReason, RouteDecision, TenantId, Transition
+from policies.types import Job, JobId, QueueSnapshot, RequeueReason, RouteDecision, TenantId, Transition
 from workers.protocol import Keep, StepOutputs
 
 if TYPE_CHECKING:
@@ -142,6 +142,22 @@ class Dispatcher:
     def in_flight(self) -> int:
         """Requests that occupy a worker, also those whose caller has gone."""
         return len(self._desk.flights)
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Every open request, oldest submission first; to read."""
+        return list(self._desk.tickets.values())
+
+    def revoke(self, job_id: str) -> bool:
+        """End one request because the operator says so, with 403 (in-band once it streams). False: it is not here."""
+        ticket = self._desk.tickets.get(JobId(job_id))
+        if ticket is None:
+            return False
+        flight = self._desk.flights.get(job_id)
+        if flight is not None:
+            self._desk.stop(flight)
+        self._desk.end(ticket, revoked(), self._desk.clock())
+        return True
 
     def lags(self) -> Mapping[TenantId, float]:
         """Virtual time by which each waiting tenant is behind the best served one."""
@@ -352,6 +368,17 @@ class Dispatcher:
 def shutting_down() -> ApiError:
     """503: this gateway is going away."""
     return unavailable("The gateway is shutting down. Retry against another one.", "shutting_down")
+
+
+def revoked() -> ApiError:
+    """403: the operator ended it. Not a 5xx, or clients would send it again by themselves."""
+    return ApiError(
+        403,
+        "The operator ended this request.",
+        type="permission_error",
+        code="cancelled_by_operator",
+        outcome="cancelled",
+    )
 
 
 def no_worker(model: str) -> ApiError:

@@ -89,6 +89,18 @@ class ServiceWindow:
                 totals[tenant] = totals.get(tenant, 0) + tokens
         return totals
 
+    def recent(self, seconds: int) -> dict[str, int]:
+        """Tokens by tenant of the last ``seconds`` whole seconds, without the one that is running."""
+        now = int(self._clock())
+        totals: dict[str, int] = {}
+        for second, bucket in reversed(self._buckets):
+            if second < now - seconds:
+                break
+            if second < now:
+                for tenant, tokens in bucket.items():
+                    totals[tenant] = totals.get(tenant, 0) + tokens
+        return totals
+
     def _expire(self, second: int) -> None:
         while self._buckets and self._buckets[0][0] <= second - self._seconds:
             self._buckets.popleft()

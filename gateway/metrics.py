@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
@@ -24,8 +25,23 @@ from policies.types import Charge
 
 OTHER = "other"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+# Finer than _SECONDS where objectives lie, so that interpolated percentiles are close.
+_FIRST_TOKEN_SECONDS = (
+    0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0,
+    30.0, 60.0, 120.0,
+)  # fmt: skip
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _CALL_SECONDS = (1e-6, 5e-6, 1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 0.025, 0.1, 0.5, 1.0, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """A histogram's counts, all label values added up."""
+
+    bounds: tuple[float, ...]
+    """Upper bounds in seconds, rising, without +Inf."""
+    counts: tuple[int, ...]
+    """Cumulative; one more than bounds: the last is everything. Empty before the first observation."""
 
 
 class Names:
@@ -80,7 +96,11 @@ class Metrics:
         self._spans_dropped = new("spans_dropped", "Spans lost on the way to the collector.", "reason")
         self._queue_wait = self._histogram("queue_wait_seconds", "From entry to dispatch.", _SECONDS)
         self._first_token = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first output token.", _SECONDS, "model", "class"
+            "time_to_first_token_seconds",
+            "From arrival to the first output token.",
+            _FIRST_TOKEN_SECONDS,
+            "model",
+            "class",
         )
         self._inter_token = self._histogram(
             "inter_token_latency_seconds", "Between output tokens of a choice.", _TOKEN_SECONDS, "model", "class"
@@ -114,6 +134,19 @@ class Metrics:
     def add_source(self, source: Source) -> None:
         """Ask ``source`` for gauges at every scrape."""
         self._gauges.sources.append(source)
+
+    @property
+    def service(self) -> ServiceWindow:
+        """Tokens charged in the last minute, to read."""
+        return self._window
+
+    def first_token(self) -> Buckets:
+        """Times to first token, since the start."""
+        return _buckets(self._first_token)
+
+    def between_tokens(self) -> Buckets:
+        """Times between tokens, since the start."""
+        return _buckets(self._inter_token)
 
     def tenant(self, tenant: str | None) -> str:
         """The label of a tenant."""
@@ -199,3 +232,14 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"forebay_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+
+def _buckets(histogram: Histogram) -> Buckets:
+    counts: dict[float, int] = {}
+    for family in histogram.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_bucket"):
+                bound = float(sample.labels["le"])
+                counts[bound] = counts.get(bound, 0) + int(sample.value)
+    bounds = sorted(counts)
+    return Buckets(tuple(bounds[:-1]), tuple(counts[bound] for bound in bounds))

@@ -21,6 +21,7 @@ from gateway.http.middleware import request_id
 from gateway.http.schemas import ChatRequest
 from gateway.metrics import Metrics
 from gateway.monitor import Monitor
+from gateway.recent import RecentRequests
 from gateway.telemetry import Telemetry
 from gateway.tenants import EffectiveTenant
 from gateway.trace import RequestTrace
@@ -38,11 +39,13 @@ class Reporter:
         telemetry: Telemetry,
         metrics: Metrics,
         monitor: Monitor,
+        recent: RecentRequests,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._telemetry = telemetry
         self._metrics = metrics
         self._monitor = monitor
+        self._recent = recent
         self._clock = clock
 
     def begin(self, route: str, scope: Scope, generation: int) -> RequestTrace:
@@ -107,6 +110,7 @@ class Reporter:
             )
         summary = self._summary(visit, now, keep)
         self._metrics.request_finished(summary)
+        self._recent.add(summary)
         log.log_request(_log, summary)
 
     def _summary(self, visit: Visit, now: float, keep: bool) -> log.RequestSummary:

@@ -22,11 +22,13 @@ from gateway import log
 from gateway.config_file import load
 from gateway.dispatch import Dispatcher
 from gateway.gatekeeper import Gatekeeper
+from gateway.history import History
 from gateway.intake import Intake
 from gateway.metrics import Metrics
 from gateway.models import ModelHandle, Models, load_model
 from gateway.pipeline import Pipeline
 from gateway.pool import Pool
+from gateway.recent import RecentRequests
 from gateway.runtime import Runtime
 from gateway.settings import PolicyUse, Settings
 from gateway.telemetry import Telemetry
@@ -59,6 +61,8 @@ class Parts:
     pools: Sequence[Pool]
     metrics: Metrics
     telemetry: Telemetry
+    recent: RecentRequests
+    history: History
     secret: bytes = field(repr=False)
     """Signs receipts; never shown."""
 
@@ -115,6 +119,7 @@ class Gateway:
         """Begin. Raises what a policy raises that cannot start."""
         await self.parts.runtime.start()
         self._spawn("loop lag", self.parts.metrics.watch_loop())
+        self._spawn("history", self.parts.history.run())
         for model in self.parts.models:
             self._spawn(f"load {model.name}", self._load(model))
         for pool in self.parts.pools:

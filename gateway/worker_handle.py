@@ -21,7 +21,7 @@ from typing import Protocol
 
 from gateway.breaker import Breaker
 from policies.types import PrefixKey, WorkerView
-from workers.protocol import Down, Generate, Hello, Purge, Purged, SequenceOutput, StepOutputs, WorkerStats
+from workers.protocol import Down, Drain, Generate, Hello, Purge, Purged, SequenceOutput, StepOutputs, WorkerStats
 from workers.rpc import LinkError
 
 
@@ -244,6 +244,14 @@ class WorkerHandle:
             raise WorkerGoneError(f"worker {self.name}: {error}") from error
         if isinstance(message, Generate):
             self._track(message)
+
+    def drain(self) -> None:
+        """Send it no new requests and have it end when what it has is done. Raises WorkerGoneError.
+
+        A worker that a launcher of ours started is then started afresh; a static one leaves the pool.
+        """
+        self.send(Drain())
+        self.draining()
 
     async def purge(
         self, scopes: list[bytes], timeout_s: float = 10.0, on_complete: Callable[[Purged], None] | None = None
