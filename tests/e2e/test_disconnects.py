@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.harness import CROWD, MODEL, Server, until
 
@@ -30,7 +31,7 @@ async def drive(server: Server) -> tuple[int, int]:
         body: dict[str, Any] = {
             "model": MODEL,
             "prompt": [504, 3575, 282, rng.randrange(1000, 4000), 314],
-            "max_tokens": 40 if drop_after is not None else rng.randrange(1, 5),
+            "max_tokens": 30 if drop_after is not None else rng.randrange(1, 4),
             "ignore_eos": True,
             "stream": bool(rng.getrandbits(1)),
         }
@@ -85,3 +86,23 @@ async def admitted_at_once(server: Server, count: int) -> int:
     refused = [answer.json()["error"] for answer in answers if answer.status_code == 429]
     assert all("concurrent" in error["code"] for error in refused), refused
     return sum(answer.status_code == 200 for answer in answers)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_client_that_leaves_frees_its_blocks(server: Server, stream: bool) -> None:
+    """gateway C1: 2,000 tokens asked for, gone after a few; what it produced is what is counted."""
+    url = server.info["url"] + "/v1/chat/completions"
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Tell a long story."}],
+        "max_tokens": 2000,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    async with httpx.AsyncClient(timeout=60) as client:
+        request = asyncio.create_task(client.post(url, json=body, headers=server.authorization("assist")))
+        await asyncio.to_thread(until, lambda: not at_rest(server), "the request at work", 20)
+        await asyncio.sleep(0.3)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+    await asyncio.to_thread(until, lambda: at_rest(server), "its blocks given back", 2)
