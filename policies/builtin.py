@@ -11,7 +11,7 @@ from policies.auth import api_key, chain, jwt, none
 from policies.cache_scope import group, tenant, user
 from policies.quota import token_bucket, unlimited
 from policies.routing import least_loaded, prefix_affinity, round_robin
-from policies.scheduling import fcfs, vtc
+from policies.scheduling import drr, edf, fcfs, hierarchical, locality, priority, sjf, vtc, wfq
 from policies.spi import LauncherSpec, ModelSpec, PolicySpec, hookimpl
 
 
@@ -28,8 +28,15 @@ def forebay_policies() -> list[PolicySpec]:
         group.SPEC,
         tenant.SPEC,
         user.SPEC,
+        drr.SPEC,
+        edf.SPEC,
         fcfs.SPEC,
+        hierarchical.SPEC,
+        locality.SPEC,
+        priority.SPEC,
+        sjf.SPEC,
         vtc.SPEC,
+        wfq.SPEC,
         least_loaded.SPEC,
         prefix_affinity.SPEC,
         round_robin.SPEC,

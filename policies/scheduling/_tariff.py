@@ -1,4 +1,4 @@
-"""What work costs, and prompts that are paid at dispatch on an estimate and corrected by what really ran."""
+"""What work costs, and jobs that are paid at dispatch on an estimate and corrected by what really ran."""
 
 from __future__ import annotations
 
@@ -38,45 +38,68 @@ class Tariff:
 
 
 class Prepaid:
-    """Prompt tokens paid at dispatch that have not been reported yet, per job.
+    """Tokens paid at dispatch that have not been reported yet, per job: its prompt, and output if it is predicted.
 
     Whatever the estimate was, take + all settlements of a job add up to the tariff of what ran: tokens that turn out
-    cached are refunded down to ``cached_cost``, tokens never computed (cancelled) are refunded with the final charge.
+    cached are refunded down to ``cached_cost``; tokens never computed or produced are refunded with the final charge.
     """
 
     def __init__(self, tariff: Tariff) -> None:
         self._tariff = tariff
-        self._left: dict[JobId, int] = {}
+        self._left: dict[JobId, tuple[int, int]] = {}
 
-    def take(self, job: Job) -> float:
-        """Cost to charge at dispatch; nothing when the job was dispatched before (a retry does not pay twice)."""
+    def take(self, job: Job, output: int = 0, cached: int = 0) -> float:
+        """Cost to charge at dispatch; nothing when the job was dispatched before (a retry does not pay twice).
+
+        ``output``: tokens that it is expected to produce. ``cached``: prompt tokens expected to cost nothing.
+        """
         if job.id in self._left:
             return 0.0
-        self._left[job.id] = job.prompt_tokens
-        return job.prompt_tokens * self._tariff.input_cost
+        prompt = job.prompt_tokens - cached
+        self._left[job.id] = (prompt, output)
+        return prompt * self._tariff.input_cost + output * self._tariff.output_cost
 
     def settle(self, job: Job, charge: Charge, final: bool) -> float:
         """Cost to charge (negative: to give back) for reported work, beside what was taken. O(1)."""
-        left = self._left.get(job.id, 0)
-        covered = min(left, max(0, charge.prompt + charge.cached))
-        cost = self._tariff.cost(charge) - covered * self._tariff.input_cost
+        tariff = self._tariff
+        paid = self._left.get(job.id)
+        if paid is None:
+            return tariff.cost(charge)
+        prompt, output = paid
+        read = min(prompt, max(0, charge.prompt + charge.cached))
+        made = min(output, max(0, charge.output))
+        cost = tariff.cost(charge) - read * tariff.input_cost - made * tariff.output_cost
         if final:
-            self._left.pop(job.id, None)
-            cost -= (left - covered) * self._tariff.input_cost
-        elif covered:
-            self._left[job.id] = left - covered
+            del self._left[job.id]
+            return cost - (prompt - read) * tariff.input_cost - (output - made) * tariff.output_cost
+        if read or made:
+            self._left[job.id] = (prompt - read, output - made)
         return cost
 
     def refund(self, job_id: JobId) -> float:
         """Cost to give back for a returned job that leaves the queue without running again."""
-        return self._left.pop(job_id, 0) * self._tariff.input_cost
+        prompt, output = self._left.pop(job_id, (0, 0))
+        return prompt * self._tariff.input_cost + output * self._tariff.output_cost
 
-    def dump(self) -> dict[str, int]:
-        """{job id: tokens}."""
-        return {str(job_id): tokens for job_id, tokens in self._left.items()}
+    def dump(self) -> dict[str, dict[str, int]]:
+        """The shared keys ``prepaid`` and ``prepaid_output``: {job id: tokens}."""
+        return {
+            "prepaid": {str(job_id): prompt for job_id, (prompt, _) in self._left.items()},
+            "prepaid_output": {str(job_id): output for job_id, (_, output) in self._left.items() if output},
+        }
 
-    def load(self, state: Any) -> None:
-        """Replace by a ``dump``. Raises ValueError for anything else."""
-        if not isinstance(state, Mapping) or not all(isinstance(value, int) for value in state.values()):
-            raise ValueError("'prepaid' must map job ids to whole tokens")
-        self._left = {JobId(str(job_id)): max(0, tokens) for job_id, tokens in state.items()}
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Replace by those keys of a ``dump``; absent ones are empty. Raises ValueError for what is none."""
+        prompts, outputs = _tokens(state, "prepaid"), _tokens(state, "prepaid_output")
+        self._left = {job_id: (prompt, outputs.get(job_id, 0)) for job_id, prompt in prompts.items()}
+
+    def __len__(self) -> int:
+        """Jobs that were dispatched and have not had their final charge."""
+        return len(self._left)
+
+
+def _tokens(state: Mapping[str, Any], key: str) -> dict[JobId, int]:
+    found = state.get(key, {})
+    if not isinstance(found, Mapping) or not all(isinstance(value, int) for value in found.values()):
+        raise ValueError(f"{key!r} must map job ids to whole tokens")
+    return {JobId(str(job_id)): max(0, tokens) for job_id, tokens in found.items()}

@@ -8,7 +8,8 @@ import pytest
 
 from policies.queue import MAX_BEHIND, JobQueue
 from policies.scheduling.fcfs import FcfsScheduler
-from policies.scheduling.vtc import Tariff, VtcScheduler
+from policies.scheduling._tariff import Tariff
+from policies.scheduling.vtc import VtcScheduler
 from policies.testing import always, make_job
 from policies.types import Charge, Job, JobId, RequeueReason, TenantId
 

@@ -21,19 +21,28 @@ CHARGES = st.lists(
 COST = st.sampled_from([0.0, 0.5, 1.0, 2.0])
 
 
-@given(st.integers(1, 100), CHARGES, COST, COST, COST, st.booleans())
+@given(st.integers(1, 100), CHARGES, COST, COST, COST, st.none() | st.integers(0, 120))
 def test_sum_of_charges_is_the_tariff_of_what_ran(
-    prompt: int, charges: list[Charge], input_cost: float, output_cost: float, cached_cost: float, popped: bool
+    prompt: int,
+    charges: list[Charge],
+    input_cost: float,
+    output_cost: float,
+    cached_cost: float,
+    predicted: int | None,
 ) -> None:
     tariff = Tariff(input_cost, output_cost, cached_cost)
     prepaid = Prepaid(tariff)
     job = make_job("x", prompt=prompt)
-    cost = prepaid.take(job) + prepaid.take(job) if popped else 0.0
+    cost = 0.0
+    if predicted is not None:
+        cost = prepaid.take(job, predicted, predicted % (prompt + 1))
+        cost += prepaid.take(job, predicted)
     for index, charge in enumerate(charges):
         cost += prepaid.settle(job, charge, index == len(charges) - 1)
     total = sum(charges, Charge())
     assert cost == pytest.approx(tariff.cost(total))
-    assert prepaid.dump() == {}
+    assert len(prepaid) == 0
+    assert prepaid.dump() == {"prepaid": {}, "prepaid_output": {}}
 
 
 def test_cancelled_before_it_ran_costs_nothing() -> None:
@@ -47,7 +56,7 @@ def test_cancelled_before_it_ran_costs_nothing() -> None:
 
 def test_load_refuses_what_is_not_its_dump() -> None:
     with pytest.raises(ValueError, match="prepaid"):
-        Prepaid(Tariff(1.0, 2.0, 0.0)).load({"x": "many"})
+        Prepaid(Tariff(1.0, 2.0, 0.0)).load({"prepaid": {"x": "many"}})
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "free"])

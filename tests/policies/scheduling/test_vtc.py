@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.queue import JobQueue
-from policies.scheduling import vtc as module
+from policies.scheduling import _counters as module
+from policies.scheduling._tariff import Tariff
 from policies.scheduling.fcfs import FcfsScheduler
-from policies.scheduling.vtc import Tariff, VtcScheduler
+from policies.scheduling.vtc import VtcScheduler
 from policies.testing import always, make_job
 from policies.types import Charge, Job, JobId, RequeueReason
 
@@ -154,7 +155,7 @@ def test_load_reranks_what_is_queued() -> None:
 
 
 def test_counters_of_long_gone_tenants_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_IDLE_KEPT", 50)
+    monkeypatch.setattr(module, "IDLE_KEPT", 50)
     policy = VtcScheduler(TARIFF)
     policy.charge(make_job("debt", "debt"), Charge(0, 0, 10**6), 0.0, True)
     for i in range(1000):

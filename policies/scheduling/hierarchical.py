@@ -1,0 +1,331 @@
+"""``hierarchical``: tenants share by one policy, each tenant's users or keys share that by another.
+
+Source: hierarchical fair queueing (Bennett, Zhang, "Hierarchical Packet Fair Queueing Algorithms", SIGCOMM 1996), with
+any two scheduling policies of the registry.
+
+Rules
+- The outer policy sees the jobs as they are and decides between tenants. Each tenant has an inner policy of its own,
+  which sees the members (users or keys) as its tenants, with their own weights. A tenant that splits its work over many
+  members gains nothing: its share is the outer policy's business, which knows no members.
+- Which job of a tenant runs is the inner policy's choice alone. Since the outer policy holds jobs, each queued job has
+  a stand-in there; when the inner choice is another job than the stand-in that came up, the two swap theirs. Whatever
+  is reported for a job is charged to its stand-in outside and to itself inside.
+- Inner policies of tenants without queued or running jobs are dropped when there are many: members of a tenant that was
+  idle start anew.
+- Giving up late jobs (``policies.spi.Expiring``) is the inner policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import Field
+
+from policies.scheduling._lines import Ranking
+from policies.spi import Fits, Json, PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec, SchedulingPolicy
+from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
+
+IDLE_KEPT = 1024
+"""Inner policies that are kept before those of idle tenants are looked through."""
+
+
+class Level(PolicyConfig):
+    """One policy: ``{use: name, with: {...}}``."""
+
+    use: str = "vtc"
+    with_: dict[str, Any] = Field(default_factory=dict, alias="with")
+
+
+class HierarchicalConfig(PolicyConfig):
+    """The two policies, what a tenant's members are, and their weights."""
+
+    outer: Level = Level()
+    inner: Level = Level()
+    by: Literal["user", "key"] = "user"
+    """What a member is. A job without a user counts by its key and the other way round; without both, they are one."""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Member → weight within its tenant; 1 for the others."""
+
+
+class _Inside:
+    """A tenant's inner policy and how many of its jobs are here."""
+
+    __slots__ = ("policy", "running")
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self.policy = policy
+        self.running = 0
+
+
+class _Seat:
+    """A job of this policy: itself, as the inner policy sees it, and its stand-in outside."""
+
+    __slots__ = ("inner", "job", "queued", "stand_in")
+
+    def __init__(self, job: Job, inner: Job, stand_in: Job) -> None:
+        self.job = job
+        self.inner = inner
+        self.stand_in = stand_in
+        self.queued = True
+
+
+class HierarchicalScheduler:
+    """Costs what its two policies cost together, and one copy of each job."""
+
+    def __init__(
+        self,
+        outer: SchedulingPolicy,
+        make_inner: Callable[[], SchedulingPolicy],
+        member: Callable[[Job], str],
+        weights: Mapping[str, float],
+    ) -> None:
+        self._outer = outer
+        self._make_inner = make_inner
+        self._member = member
+        self._weights = weights
+        self._inside: dict[TenantId, _Inside] = {}
+        self._seats: dict[JobId, _Seat] = {}
+        self._sitting: dict[JobId, _Seat] = {}  # by the stand-in's id
+        self._late: Ranking[TenantId] = Ranking()
+        self._inherited: dict[str, Json] = {}
+        self._expires = hasattr(make_inner(), "expired")
+        self._pick: tuple[JobId, Pick] | None = None
+
+    def push(self, job: Job, now: float) -> None:
+        """Into both."""
+        if job.id in self._seats:
+            raise ValueError(f"job {job.id!r} is already queued")
+        seat = self._seat(job)
+        self._of(job.tenant).policy.push(seat.inner, now)
+        self._outer.push(seat.stand_in, now)
+        self._sit(seat)
+        self._note_late(job.tenant)
+
+    def pop(self, now: float, fits: Fits) -> Job | None:
+        """The outer policy's tenant, and that tenant's inner choice."""
+        taken: dict[TenantId, _Seat | None] = {}
+
+        def real(inner: Job) -> bool:
+            return fits(self._seats[inner.id].job)
+
+        def tenant_fits(stand_in: Job) -> bool:
+            tenant = stand_in.tenant
+            if tenant not in taken:
+                inner = self._inside[tenant].policy.pop(now, real)
+                taken[tenant] = None if inner is None else self._seats[inner.id]
+            return taken[tenant] is not None
+
+        chosen: _Seat | None = None
+        try:
+            came_up = self._outer.pop(now, tenant_fits)
+            chosen = None if came_up is None else taken.get(came_up.tenant)
+        finally:
+            for tenant, seat in taken.items():  # of an outer policy that fails, or asks and then takes another tenant
+                if seat is not None and seat is not chosen:
+                    self._inside[tenant].policy.requeue(seat.inner, now, RequeueReason.SWAP)
+        if came_up is None or chosen is None:
+            return None
+        self._swap_seats(chosen, self._sitting[came_up.id])
+        inside = self._inside[chosen.job.tenant]
+        inside.running += 1
+        chosen.queued = False
+        within = inside.policy.explain(chosen.inner)
+        outside = self._outer.explain(came_up)
+        why = f"tenant: {outside.picked_because[:95]}; member: {within.picked_because[:85]}"
+        self._pick = (chosen.job.id, Pick(why, outside.virtual_start))
+        self._note_late(chosen.job.tenant)
+        return chosen.job
+
+    def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:
+        """To the front, in both."""
+        seat = self._seats.get(job.id)
+        inside = self._of(job.tenant)
+        if seat is None:  # popped by another policy before a swap
+            seat = self._seat(job)
+            self._sit(seat)
+        elif seat.queued:
+            raise ValueError(f"job {job.id!r} is already queued")
+        else:
+            inside.running -= 1
+        inside.policy.requeue(seat.inner, now, reason)
+        self._outer.requeue(seat.stand_in, now, reason)
+        seat.queued = True
+        self._note_late(job.tenant)
+
+    def discard(self, job_id: JobId) -> bool:
+        """From both."""
+        seat = self._seats.get(job_id)
+        if seat is None or not seat.queued:
+            return False
+        self._inside[seat.job.tenant].policy.discard(job_id)
+        self._outer.discard(seat.stand_in.id)
+        self._leave(seat)
+        self._note_late(seat.job.tenant)
+        return True
+
+    def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
+        """To both."""
+        seat = self._seats.get(job.id)
+        if seat is None:
+            self._outer.charge(job, charge, now, final)
+            self._of(job.tenant).policy.charge(self._as_member(job), charge, now, final)
+            return
+        self._outer.charge(seat.stand_in, charge, now, final)
+        inside = self._inside[job.tenant]
+        inside.policy.charge(seat.inner, charge, now, final)
+        if final and not seat.queued:
+            inside.running -= 1
+            self._leave(seat)
+
+    def expired(self, now: float) -> list[Job]:
+        """What the inner policies give up."""
+        due: list[TenantId] = []
+        while len(self._late) and self._late.min() <= now:
+            tenant = self._late.first(lambda tenant: True)
+            assert tenant is not None
+            self._late.remove(tenant)
+            due.append(tenant)
+        late: list[Job] = []
+        for tenant in due:
+            policy: Any = self._inside[tenant].policy
+            late.extend(self._seats[inner.id].job for inner in policy.expired(now))
+            self._note_late(tenant)
+        return late
+
+    def next_expired(self) -> float | None:
+        """The earliest of the inner policies'."""
+        return float(self._late.min()) if len(self._late) else None
+
+    def drain(self) -> list[Job]:
+        """In the outer policy's order of tenants and the inner one's order within each."""
+        self._outer.drain()
+        jobs: list[Job] = []
+        for inside in self._inside.values():
+            jobs.extend(self._seats[inner.id].job for inner in inside.policy.drain())
+        for job in jobs:
+            self._leave(self._seats[job.id])
+        self._late.clear()
+        return jobs
+
+    def dump(self) -> Json:
+        """The outer policy's state, and the inner ones' by tenant."""
+        outer = self._outer.dump()
+        for key in ("prepaid", "prepaid_output"):  # known outside by the stand-ins' ids
+            if isinstance(outer.get(key), Mapping):
+                outer[key] = {self._real_id(stand_in): tokens for stand_in, tokens in outer[key].items()}
+        return {**outer, "inner": {str(tenant): inside.policy.dump() for tenant, inside in self._inside.items()}}
+
+    def load(self, state: Json) -> None:
+        """Replace both. Raises ValueError when malformed."""
+        inner = state.get("inner", {})
+        if not isinstance(inner, Mapping) or not all(isinstance(own, Mapping) for own in inner.values()):
+            raise ValueError("'inner' must map tenants to their members' state")
+        self._outer.load({key: value for key, value in state.items() if key != "inner"})
+        self._inherited = {str(tenant): dict(own) for tenant, own in inner.items()}
+        for tenant, inside in self._inside.items():
+            inside.policy.load(self._inherited.pop(tenant, {}))
+
+    def explain(self, job: Job) -> Pick:
+        """Why its tenant, and why it within the tenant."""
+        if self._pick is None or self._pick[0] != job.id:
+            return Pick("not picked last")
+        return self._pick[1]
+
+    def __len__(self) -> int:
+        return len(self._outer)
+
+    def _of(self, tenant: TenantId) -> _Inside:
+        inside = self._inside.get(tenant)
+        if inside is None:
+            if len(self._inside) >= IDLE_KEPT and len(self._inside) % IDLE_KEPT == 0:
+                self._sweep()
+            inside = self._inside[tenant] = _Inside(self._make_inner())
+            inside.policy.load(self._inherited.pop(tenant, {}))
+        return inside
+
+    def _sweep(self) -> None:
+        self._inside = {
+            tenant: inside for tenant, inside in self._inside.items() if inside.running or len(inside.policy)
+        }
+
+    def _as_member(self, job: Job) -> Job:
+        member = self._member(job)
+        return replace(job, tenant=TenantId(member), weight=self._weights.get(member, 1.0))
+
+    def _swap_seats(self, one: _Seat, other: _Seat) -> None:
+        one.stand_in, other.stand_in = other.stand_in, one.stand_in
+        self._sitting[one.stand_in.id] = one
+        self._sitting[other.stand_in.id] = other
+
+    def _seat(self, job: Job) -> _Seat:
+        stand_in = job
+        while stand_in.id in self._sitting:  # an id that was used before may still stand in for a job that runs
+            stand_in = replace(stand_in, id=JobId(f"{stand_in.id}'"))
+        return _Seat(job, self._as_member(job), stand_in)
+
+    def _sit(self, seat: _Seat) -> None:
+        self._seats[seat.job.id] = self._sitting[seat.stand_in.id] = seat
+
+    def _leave(self, seat: _Seat) -> None:
+        del self._seats[seat.job.id]
+        del self._sitting[seat.stand_in.id]
+
+    def _real_id(self, stand_in: str) -> str:
+        seat = self._sitting.get(JobId(stand_in))
+        return stand_in if seat is None else seat.job.id
+
+    def _note_late(self, tenant: TenantId) -> None:
+        if not self._expires:
+            return
+        policy: Any = self._inside[tenant].policy
+        at = policy.next_expired()
+        if at is not None:
+            self._late.set(tenant, at)
+        elif tenant in self._late:
+            self._late.remove(tenant)
+
+
+def _by_user(job: Job) -> str:
+    return job.user or job.key_id or ""
+
+
+def _by_key(job: Job) -> str:
+    return job.key_id or job.user or ""
+
+
+def _make(config: HierarchicalConfig, ctx: PolicyContext) -> HierarchicalScheduler:
+    build = ctx.build
+    if build is None:
+        raise PolicyConfigError("hierarchical needs a registry to build its policies", "outer")
+    mistakes: list[tuple[str, str]] = []
+    for name, weight in config.weights.items():
+        if not 0 < weight <= 1e6:
+            mistakes.append((f"weights.{name}", f"must be above 0 and at most 1e6, got {weight}"))
+    made: dict[str, SchedulingPolicy] = {}
+    for level, use in (("outer", config.outer), ("inner", config.inner)):
+        if use.use == "hierarchical":
+            mistakes.append((f"{level}.use", "hierarchical has two levels only; name another policy"))
+            continue
+        try:
+            made[level] = build("scheduling", use.use, use.with_)
+        except PolicyConfigError as error:
+            mistakes += [(f"{level}.{path}".rstrip("."), message) for path, message in error.mistakes]
+    if mistakes:
+        raise PolicyConfigError(mistakes[0][1], mistakes[0][0], mistakes)
+
+    def inner() -> SchedulingPolicy:
+        policy: SchedulingPolicy = build("scheduling", config.inner.use, config.inner.with_)
+        return policy
+
+    return HierarchicalScheduler(made["outer"], inner, _by_user if config.by == "user" else _by_key, config.weights)
+
+
+SPEC = PolicySpec(
+    "scheduling",
+    "hierarchical",
+    HierarchicalConfig,
+    _make,
+    "Tenants share by one policy, each tenant's users or keys by another.",
+)

@@ -1,0 +1,275 @@
+"""``priority``: higher priorities first, with floors for lower ones and ageing; fair shares inside a priority.
+
+Source: multilevel feedback queues (Corbató et al., "An Experimental Time-Sharing System", 1962) for ageing; floors as
+the guaranteed rates of class-based queueing (Floyd, Jacobson, 1995); inside a priority ``vtc``.
+
+Rules
+- A job's priority is its class's (``Job.priority``); a caller may lower its class, never raise it (the gateway's intake
+  sees to it). Jobs of one priority share by ``vtc``, whatever their classes.
+- A floor belongs to a priority; it is named by the number or by any class of that priority (several add up). While jobs
+  of that priority wait, it gets at least that part of the service, less about one job (``_floors.py``).
+- A job that waited ``ageing_s`` moves up to the next higher priority that has been seen, and so on after each further
+  ``ageing_s``. It is charged where it runs.
+- Priority decides who starts. What runs is not stopped: to keep slots free for the high ones, cap the low classes
+  (``queue.max_running_per_class``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Callable, Mapping
+
+from pydantic import Field, field_validator
+
+from policies.scheduling._counters import read_service
+from policies.scheduling._floors import Floors
+from policies.scheduling._lengths import Lengths, PredictingConfig
+from policies.scheduling._tariff import Prepaid, Tariff
+from policies.scheduling.edf import check_floors
+from policies.scheduling.vtc import VtcScheduler
+from policies.spi import Fits, Json, PolicyContext, PolicySpec
+from policies.types import Charge, Job, JobId, Pick, RequeueReason
+
+
+class PriorityConfig(PredictingConfig):
+    """Floors, ageing, cost per token, prediction."""
+
+    floors: dict[str, float] = Field(default_factory=dict)
+    """Class or priority → part of the service while it waits."""
+    ageing_s: float | None = Field(120.0, gt=0, allow_inf_nan=False)
+    """Wait after which a job moves up one priority; null: never."""
+
+    @field_validator("floors")
+    @classmethod
+    def _add_up(cls, floors: dict[str, float]) -> dict[str, float]:
+        return check_floors(floors)
+
+
+class _Band(VtcScheduler):
+    """The jobs of one priority."""
+
+    def __init__(
+        self, priority: int, tariff: Tariff, lengths: Lengths, paid: Prepaid, served: Callable[[int, float], None]
+    ) -> None:
+        super().__init__(tariff, lengths, paid=paid)
+        self.priority = priority
+        self._served = served
+
+    def _count(self, job: Job, cost: float) -> None:
+        super()._count(job, cost)
+        self._served(self.priority, cost)
+
+    def relative(self) -> dict[str, float]:
+        """Counters above the band's level: those of different bands have nothing else in common."""
+        level = self._floor()
+        return {str(tenant): counter - level for tenant, counter in self._counters.items()}
+
+
+class PriorityScheduler:
+    """O(log n) per operation, and O(priorities) for those that are empty."""
+
+    def __init__(self, config: PriorityConfig) -> None:
+        self._tariff = config.tariff()
+        self._lengths = config.lengths()
+        self._paid = Prepaid(self._tariff)
+        self._named = config.floors
+        self._ageing_s = config.ageing_s
+        self._bands: dict[int, _Band] = {}
+        self._order: list[int] = []  # negated, so that the highest comes first
+        self._at: dict[JobId, int] = {}
+        self._ages: list[tuple[float, int, JobId]] = []
+        self._aged: dict[JobId, tuple[Job, int]] = {}
+        self._serial = 0
+        self._floors: Floors[int] = Floors()
+        self._granted: set[str] = set()
+        self._ordinary = False
+        self._inherited: Json = {}
+        self._pick: tuple[JobId, str] | None = None
+
+    def push(self, job: Job, now: float) -> None:
+        """O(log n)."""
+        if job.id in self._aged:
+            raise ValueError(f"job {job.id!r} is already queued")
+        self._grant(job)
+        band = self._band(job.priority)
+        band.push(job, now)
+        self._enter(job, job.priority, job.arrived_at)
+
+    def pop(self, now: float, fits: Fits) -> Job | None:
+        """O(log n) and one ``fits`` per tenant whose head does not fit."""
+        self._promote(now)
+        for priority in self._floors.due():
+            job = self._pop(priority, now, fits, due=True)
+            if job is not None:
+                return job
+        for negated in self._order:
+            job = self._pop(-negated, now, fits, due=False)
+            if job is not None:
+                return job
+        return None
+
+    def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:
+        """First of its tenant, in the priority in which it ran."""
+        priority = self._at.get(job.id, job.priority)
+        self._band(priority).requeue(job, now, reason)
+        self._enter(job, priority, now)
+
+    def discard(self, job_id: JobId) -> bool:
+        """O(log n)."""
+        if self._aged.pop(job_id, None) is None:
+            return False
+        priority = self._at.pop(job_id)
+        self._bands[priority].discard(job_id)
+        self._mark(priority)
+        return True
+
+    def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
+        """O(1), or O(log tenants) when something is given back."""
+        self._grant(job)
+        self._band(self._at.get(job.id, job.priority)).charge(job, charge, now, final)
+        if final and job.id not in self._aged:
+            self._at.pop(job.id, None)
+
+    def drain(self) -> list[Job]:
+        """Highest priority first, each in order of arrival."""
+        jobs = [job for negated in self._order for job in self._bands[-negated].drain()]
+        for job in jobs:
+            del self._at[job.id]
+        self._ages.clear()
+        self._aged.clear()
+        for priority in self._bands:
+            self._mark(priority)
+        return jobs
+
+    def dump(self) -> Json:
+        """Counters of each priority, credits, what is prepaid and learnt. ``service``: above each priority's level."""
+        service: dict[str, float] = {}
+        for own in self._bands.values():
+            for tenant, counter in own.relative().items():
+                service[tenant] = max(counter, service.get(tenant, counter))
+        bands = {str(priority): band.dump_counters() for priority, band in self._bands.items()}
+        return {
+            "service": service,
+            **self._paid.dump(),
+            "waiting": sorted({tenant for band in bands.values() for tenant in band["waiting"]}),
+            "last_left": None,
+            "level": 0.0,
+            "lengths": self._lengths.dump(),
+            "bands": bands,
+            "floors": self._floors.dump(),
+        }
+
+    def load(self, state: Json) -> None:
+        """Replace the counters: each priority's by its own or, from another policy, all by the same.
+
+        Raises ValueError when malformed.
+        """
+        bands = state.get("bands", {})
+        if not isinstance(bands, Mapping) or not all(isinstance(band, Mapping) for band in bands.values()):
+            raise ValueError("'bands' must map priorities to their counters")
+        floors = state.get("floors", {})
+        read_service(state)
+        self._lengths.load(state)
+        self._paid.load(state)
+        self._inherited = {key: state[key] for key in ("service", "waiting", "last_left", "level") if key in state}
+        for name, own in bands.items():
+            if name.removeprefix("-").isdigit():
+                self._band(int(name)).load_counters(own)
+        for priority, band in self._bands.items():
+            if str(priority) not in bands:
+                band.load_counters(self._inherited)
+        if isinstance(floors, Mapping):
+            self._floors.load(floors, {str(priority): priority for priority in self._bands})
+
+    def explain(self, job: Job) -> Pick:
+        """Its priority, why that was the next, and why the tenant was."""
+        if self._pick is None or self._pick[0] != job.id:
+            return Pick("not picked last")
+        pick = self._bands[self._at[job.id]].explain(job)
+        return Pick(f"{self._pick[1]}; {pick.picked_because}", pick.virtual_start)
+
+    def __len__(self) -> int:
+        return len(self._aged)
+
+    def _pop(self, priority: int, now: float, fits: Fits, *, due: bool) -> Job | None:
+        band = self._bands[priority]
+        self._ordinary = not due
+        job = band.pop(now, fits) if len(band) else None
+        self._ordinary = False
+        if job is None:
+            return None
+        del self._aged[job.id]
+        self._mark(priority)
+        why = f"floor of priority {priority} is due" if due else f"priority {priority}"
+        self._pick = (job.id, f"{why}, aged from {job.priority}" if priority != job.priority else why)
+        return job
+
+    def _enter(self, job: Job, priority: int, since: float) -> None:
+        self._at[job.id] = priority
+        self._serial += 1
+        self._aged[job.id] = (job, self._serial)
+        if self._ageing_s is not None:
+            heapq.heappush(self._ages, (since + self._ageing_s, self._serial, job.id))
+            if len(self._ages) > 2 * len(self._aged) + 64:
+                self._ages = [item for item in self._ages if self._is_live(item)]
+                heapq.heapify(self._ages)
+        self._mark(priority)
+
+    def _is_live(self, item: tuple[float, int, JobId]) -> bool:
+        entry = self._aged.get(item[2])
+        return entry is not None and entry[1] == item[1]
+
+    def _promote(self, now: float) -> None:
+        while self._ages and self._ages[0][0] <= now:
+            item = heapq.heappop(self._ages)
+            if not self._is_live(item) or self._ageing_s is None:
+                continue
+            at, serial, job_id = item
+            job, own = self._aged[job_id][0], self._at[job_id]
+            above = [-negated for negated in self._order if -negated > own]
+            if above:
+                self._bands[own].discard(job_id)
+                self._bands[above[-1]].push(job, now)
+                self._at[job_id] = above[-1]
+                self._mark(own)
+                self._mark(above[-1])
+            # At the top it stays known, once per period: a higher priority may be seen later.
+            heapq.heappush(self._ages, (max(at, now) + self._ageing_s, serial, job_id))
+
+    def _band(self, priority: int) -> _Band:
+        band = self._bands.get(priority)
+        if band is None:
+            band = _Band(priority, self._tariff, self._lengths, self._paid, self._serve)
+            self._bands[priority] = band
+            insort(self._order, -priority)
+            if str(priority) in self._named:
+                self._floors.grant(priority, self._named[str(priority)])
+            band.load_counters(self._inherited)
+        return band
+
+    def _grant(self, job: Job) -> None:
+        name = job.service_class
+        if name in self._named and name not in self._granted:
+            self._granted.add(name)
+            self._band(job.priority)
+            self._floors.grant(job.priority, self._named[name])
+
+    def _serve(self, priority: int, cost: float) -> None:
+        self._floors.serve(priority, cost, ordinary=self._ordinary)
+
+    def _mark(self, priority: int) -> None:
+        self._floors.wait(priority, len(self._bands[priority]) > 0)
+
+
+def _make(config: PriorityConfig, ctx: PolicyContext) -> PriorityScheduler:
+    return PriorityScheduler(config)
+
+
+SPEC = PolicySpec(
+    "scheduling",
+    "priority",
+    PriorityConfig,
+    _make,
+    "Higher priorities first, with floors and ageing; fair shares inside a priority.",
+)
