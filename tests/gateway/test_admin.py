@@ -16,6 +16,8 @@ from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Site, pool, until
 from workers.testing import Echo
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 ROUTES = [
     ("GET", "/metrics"),
     ("GET", "/admin/tenants"),
@@ -45,27 +47,25 @@ async def test_with_a_token_every_route_wants_it(start: Start) -> None:
         assert (await site.admin.get("/healthz")).json()["ready"] is True
 
 
-async def test_without_a_token_no_web_page_gets_in(start: Start) -> None:
+async def test_without_a_token_no_web_page_gets_in(shared: Site) -> None:
     """DESIGN §6: Origin and foreign Host are refused, on every route and verb; this machine may ask."""
-    async with start() as site:
-        for method, path in ROUTES:
-            for headers in (
-                {"origin": "http://127.0.0.1"},
-                {"host": "evil.example"},
-                {"host": "127.0.0.1.evil.example"},
-            ):
-                answer = await site.admin.request(method, path, headers=headers)
-                assert answer.status_code == 403, (method, path, headers)
-        for host in ("localhost:8081", "127.0.0.1", "[::1]:8081"):
-            assert (await site.admin.get("/metrics", headers={"host": host})).status_code == 200
+    for method, path in ROUTES:
+        for headers in (
+            {"origin": "http://127.0.0.1"},
+            {"host": "evil.example"},
+            {"host": "127.0.0.1.evil.example"},
+        ):
+            answer = await shared.admin.request(method, path, headers=headers)
+            assert answer.status_code == 403, (method, path, headers)
+    for host in ("localhost:8081", "127.0.0.1", "[::1]:8081"):
+        assert (await shared.admin.get("/metrics", headers={"host": host})).status_code == 200
 
 
-async def test_unknown_routes_are_refused_in_our_shape(start: Start) -> None:
-    async with start() as site:
-        for method, path in (("GET", "/"), ("GET", "/v1/models"), ("PUT", "/admin/policies"), ("GET", "/admin/queue/")):
-            answer = await site.admin.request(method, path)
-            assert answer.status_code in (404, 405)
-            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+async def test_unknown_routes_are_refused_in_our_shape(shared: Site) -> None:
+    for method, path in (("GET", "/"), ("GET", "/v1/models"), ("PUT", "/admin/policies"), ("GET", "/admin/queue/")):
+        answer = await shared.admin.request(method, path)
+        assert answer.status_code in (404, 405)
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
 async def test_what_it_shows(start: Start) -> None:
@@ -122,12 +122,11 @@ async def test_a_swap_through_the_api(start: Start) -> None:
     ],
     ids=["name", "key", "kind", "shape", "use key", "empty", "list", "no file"],
 )
-async def test_a_swap_that_is_refused_says_why(start: Start, body: Any, word: str) -> None:
-    async with start() as site:
-        answer = await site.admin.post("/admin/policies", json=body)
-        assert answer.status_code in (400, 409)
-        assert word in answer.json()["error"]["message"]
-        assert (await site.admin.get("/admin/policies")).json()["generation"] == 1
+async def test_a_swap_that_is_refused_says_why(shared: Site, body: Any, word: str) -> None:
+    answer = await shared.admin.post("/admin/policies", json=body)
+    assert answer.status_code in (400, 409)
+    assert word in answer.json()["error"]["message"]
+    assert (await shared.admin.get("/admin/policies")).json()["generation"] == 1
 
 
 async def cached(site: Site, tenant: str, prompt: list[int]) -> int:

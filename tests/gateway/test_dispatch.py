@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from gateway.pool import WorkerState
 from gateway.settings import PolicyUse
 from policies.spi import NoConfig, PolicySpec
-from policies.types import RouteDecision
+from policies.types import RouteDecision, TenantId
 from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Site, pool, until
 from workers.protocol import StepOutputs
@@ -41,11 +42,17 @@ class Samples:
 
 
 async def backlog(site: Site, tenants: dict[str, int], **body: Any) -> list[asyncio.Task[Any]]:
-    """So many requests of each tenant, at once."""
+    """So many requests of each tenant: all of them are queued before the first is dispatched."""
+    workers = site.dispatcher.workers
+    for handle in workers:
+        handle.state = WorkerState.DRAINING
     calls = [
         asyncio.create_task(site.complete(tenant, **body)) for tenant, count in tenants.items() for _ in range(count)
     ]
-    await until(lambda: site.gateway.parts.pipeline.active == len(calls), "all are here", 15)
+    await until(lambda: len(site.dispatcher.queue) == len(calls), "all are queued", 20)
+    for handle in workers:
+        handle.state = WorkerState.READY
+    site.dispatcher.wake()
     return calls
 
 
@@ -63,15 +70,13 @@ async def shares(start: Start, scheduling: str) -> float:
         "tenants": [{"id": "light", "weight": 1}, {"id": "heavy", "weight": 3}],
     }
     async with start(changes, echo=Echo(step_s=0.002)) as site:
-        calls = await backlog(site, {"light": 150, "heavy": 150}, prompt=[5] * 16, max_tokens=16)
+        calls = await backlog(site, {"light": 130, "heavy": 130}, prompt=[5] * 16, max_tokens=16)
         served = site.dispatcher.queue.served
-        begin = dict(served())
-        await until(lambda: sum(served().values()) - sum(begin.values()) > 3000, "3,000 tokens", 30)
-        line = site.dispatcher.queue.backlog()
-        assert set(line) == {"light", "heavy"}, "both must still be backlogged"
-        got = {tenant: tokens - begin.get(tenant, 0) for tenant, tokens in served().items()}
+        await until(lambda: sum(served().values()) > 3000, "3,000 tokens", 30)
+        got, line = dict(served()), site.dispatcher.queue.backlog()
+        assert set(line) == {TenantId("light"), TenantId("heavy")}, "both must still be backlogged"
         await drop(calls)
-    return got["light"] / sum(got.values())
+    return got[TenantId("light")] / sum(got.values())
 
 
 async def test_vtc_serves_by_weight(start: Start) -> None:
@@ -90,7 +95,7 @@ async def test_the_backlog_stays_here(start: Start, prompt: int) -> None:
     changes = {"models": [pool(max_running=8, max_step_tokens=64, blocks=400)], "policies": OPEN}
     async with start(changes, echo=Echo(step_s=0.005)) as site:
         samples = Samples(site)
-        calls = await backlog(site, {"alpha": 150}, prompt=[5] * prompt, max_tokens=20)
+        calls = await backlog(site, {"alpha": 90}, prompt=[5] * prompt, max_tokens=20)
         answers = await asyncio.gather(*calls)
         assert {answer.status_code for answer in answers} == {200}
     assert max(samples.waiting) <= 2
@@ -103,7 +108,7 @@ async def test_scarce_blocks_keep_the_backlog_here_too(start: Start) -> None:
     changes = {"models": [pool(max_running=32, blocks=24)], "policies": OPEN}
     async with start(changes, echo=Echo(step_s=0.003)) as site:
         samples = Samples(site)
-        calls = await backlog(site, {"alpha": 60}, prompt=[5] * 60, max_tokens=8)
+        calls = await backlog(site, {"alpha": 60}, prompt=[5] * 56, max_tokens=8)  # four blocks each, to the end
         assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
         await site.at_rest()
     assert max(samples.waiting) <= 2
@@ -231,10 +236,9 @@ async def test_more_choices_than_slots_still_run(start: Start) -> None:
 async def test_a_swap_keeps_every_queued_job(start: Start) -> None:
     """DESIGN §4: the policy changes under a backlog; nothing is lost, refused or run twice."""
     changes = {"models": [pool(max_running=2)], "policies": OPEN}
-    async with start(changes, echo=Echo(step_s=0.002)) as site:
+    async with start(changes, echo=Echo(step_s=0.005)) as site:
         calls = await backlog(site, {"alpha": 30, "beta": 30}, max_tokens=4)
-        queued = len(site.dispatcher.queue)
-        assert queued > 30
+        assert len(site.dispatcher.queue) == 60
         for use in ("vtc", "fcfs", "vtc"):
             current = await site.gateway.parts.runtime.swap({"scheduling": PolicyUse(use=use)})
             assert site.dispatcher.snapshot()["policy"] == use
