@@ -103,6 +103,17 @@ def runs_table(title: str, runs: Sequence[dict[str, Any]], first: str = "running
     return table
 
 
+def tenants_table(runs: Sequence[dict[str, Any]]) -> list[Table]:
+    """One line per run and tenant; no table where nobody has several."""
+    columns = ("load", "tenant", "requests", "failed", "out tok/s", "TTFT p50", "p95", "ITL p50", "p99")
+    keys = ("requests", "failed", "output_tokens_s", "ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p99_ms")
+    table = Table("tenants", columns)
+    for run in runs:
+        for name, figures in run.get("tenants", {}).items():
+            table.add(run.get("name", run.get("concurrency")), name, *(figures.get(key) for key in keys))
+    return [table] if table.rows else []
+
+
 def can_plot() -> bool:
     """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None

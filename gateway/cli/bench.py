@@ -128,6 +128,75 @@ def floor_(
         _emit(report, [rates, table], json)
 
 
+@group.command()
+def serve(
+    url: Annotated[str, typer.Option("--url", help="The server: http://host:port, with or without /v1.")],
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option("--api-key", metavar="[NAME=]KEY", help="A tenant's key; env:VARIABLE reads it from there."),
+    ] = None,
+    share: Annotated[str, typer.Option("--share", help="Parts of the requests per key: 4,2,1. Default: equal.")] = "",
+    model: Annotated[str, typer.Option("--model", help="Default: the first that the server lists.")] = "",
+    endpoint: Annotated[str, typer.Option("--endpoint", help="completions, or chat (text prompts).")] = "completions",
+    prompts: Annotated[str, typer.Option("--prompts", help="ids, or text where a server takes no ids.")] = "ids",
+    vocab: Annotated[int, typer.Option("--vocab", min=20, help="Prompt ids are drawn below it.")] = 30_000,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos/--eos", help="Ask for answers of full length.")] = True,
+    input_tokens: Annotated[str, typer.Option("--input", help="512, 8-32 or lognormal:MEAN:SIGMA:MAX.")] = "512",
+    output_tokens: Annotated[str, typer.Option("--output", help="Likewise.")] = "128",
+    concurrency: Annotated[str, typer.Option("--concurrency", help="Closed loop: under way at once, 1,8.")] = "",
+    rate: Annotated[str, typer.Option("--rate", help="Open loop: Poisson arrivals per second, 0.5,1.")] = "",
+    replay: Annotated[Path | None, typer.Option("--replay", help="A request log (forebay requests export).")] = None,
+    speed: Annotated[float, typer.Option("--speed", help="Play the log so many times as fast.")] = 1.0,
+    requests: Annotated[int | None, typer.Option("--requests", min=1, help="Per run.")] = None,
+    duration_s: Annotated[float | None, typer.Option("--duration-s", min=0.1, help="Of an open loop; 60.")] = None,
+    warm_up: Annotated[int, typer.Option("--warm-up", min=0, help="Requests per tenant beforehand.")] = 4,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", min=0.1, help="Per request.")] = 600.0,
+    metrics: Annotated[
+        list[str] | None, typer.Option("--metrics", metavar="URL", help="The gateway's or a worker's /metrics.")
+    ] = None,
+    slo_ttft_ms: SloTtft = None,
+    slo_tpot_ms: SloTpot = None,
+    slo_e2e_ms: SloE2e = None,
+    seed: Seed = 0,
+    json: Json = None,
+    plots: Plots = None,
+) -> None:
+    """Any OpenAI-compatible server under load: closed loop, open loop, or a recorded log."""
+    with _speaking():
+        from gateway.bench import online, traffic
+        from gateway.bench.display import Display
+        from gateway.bench.render import plot_runs, runs_table, tenants_table
+        from gateway.bench.serve import Server
+
+        server = Server(url, model, online.endpoint(endpoint), ignore_eos, timeout_s)
+        closed = _counts(concurrency) if concurrency else []
+        rates = _figures("--rate", rate)
+        if not closed and not rates and replay is None:
+            closed = [1, 8]
+        plan = online.Plan(
+            callers=traffic.tenants(api_key or [], _figures("--share", share)),
+            prompts=online.prompts(prompts, server.endpoint, vocab),
+            inputs=traffic.lengths(input_tokens, "--input"),
+            outputs=traffic.lengths(output_tokens, "--output"),
+            concurrency=closed,
+            rates=rates,
+            replay=replay,
+            speed=speed,
+            requests=requests,
+            duration_s=duration_s,
+            warm_up=warm_up,
+            seed=seed,
+            slo=_slo(slo_ttft_ms, slo_tpot_ms, slo_e2e_ms),
+            metrics_urls=metrics or (),
+        )
+        with Display() as display:
+            report = online.serve_report(server, plan, display)
+        title = f"{report.versions['server']}, {report.versions['model']}"
+        _emit(report, [runs_table(title, report.runs, "load"), *tenants_table(report.runs)], json)
+        if plots is not None:
+            _named(plot_runs(plots, {"server": report.runs}))
+
+
 @contextmanager
 def _speaking() -> Iterator[None]:
     """What went wrong, as a message for the user."""
@@ -160,6 +229,17 @@ def _counts(text: str) -> list[int]:
             f"--concurrency {text!r}: write whole numbers of 1 or more, parted by commas: 1,8,32,64", code=2
         )
     return counts
+
+
+def _figures(option: str, text: str) -> list[float]:
+    """Positive figures parted by commas; none for an empty text."""
+    try:
+        found = [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        found = [0.0]
+    if any(not 0 < figure < float("inf") for figure in found):
+        raise UserError(f"{option} {text!r}: write figures above 0, parted by commas", code=2)
+    return found
 
 
 def _slo(ttft_ms: float | None, tpot_ms: float | None, e2e_ms: float | None) -> Slo:
