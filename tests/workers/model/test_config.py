@@ -1,0 +1,95 @@
+"""config.json: what is understood, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.model.config import RopeConfig, parse_config, read_config
+from workers.model.llama import LlamaDecoder
+from workers.model.registry import architecture
+from workers.model_store import ModelStoreError
+
+FIELDS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+
+
+def parse(generation: dict[str, Any] | None = None, **changes: Any) -> Any:
+    return parse_config({**FIELDS, **changes}, generation or {}, "dir/config.json")
+
+
+def test_defaults() -> None:
+    config = parse()
+    assert (config.kv_heads, config.head_dim, config.tied) == (4, 16, False)
+    assert (config.rope, config.rms_eps, config.eos_ids) == (RopeConfig(), 1e-6, frozenset({2}))
+
+
+def test_end_tokens_of_the_generation_config_win() -> None:
+    assert parse({"eos_token_id": [5, 6]}).eos_ids == {5, 6}
+    assert parse({"eos_token_id": 7}).eos_ids == {7}
+    assert parse(eos_token_id=None).eos_ids == frozenset()
+
+
+def test_both_spellings_of_rope() -> None:
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = parse(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **llama3})
+    new = parse(rope_parameters={"rope_theta": 5e5, "rope_type": "llama3", **llama3})
+    assert old.rope == new.rope == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+        ({"head_dim": 15}, "head_dim=15 is odd"),
+        ({"vocab_size": 0}, "vocab_size=0 must be a positive whole number"),
+        ({"hidden_size": "64"}, "hidden_size='64' must be"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=None must be"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_what_is_not_built_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelStoreError, match=message) as caught:
+        parse(**changes)
+    assert str(caught.value).startswith("dir/config.json: ")
+
+
+def test_unreadable_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelStoreError, match="cannot read the model's config"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    assert read_config(tmp_path).layers == 2
+
+
+def test_architectures_are_found_by_name() -> None:
+    assert architecture("LlamaForCausalLM") is LlamaDecoder
+    assert architecture("Mine", {"Mine": "workers.model.llama:LlamaDecoder"}) is LlamaDecoder
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "message"),
+    [
+        ("GPT2LMHeadModel", None, r"'GPT2LMHeadModel' is not supported \(supported: LlamaForCausalLM"),
+        ("Mine", {"Mine": "nowhere.at_all:X"}, "registered as 'nowhere.at_all:X', which fails"),
+        ("Mine", {"Mine": "workers.model.llama:X"}, "which fails"),
+        ("Mine", {"Mine": "workers.model.llama"}, "not module:attribute"),
+    ],
+)
+def test_a_bad_architecture_is_named(name: str, table: dict[str, str] | None, message: str) -> None:
+    with pytest.raises(ModelStoreError, match=message):
+        architecture(name, *([table] if table else []))
