@@ -10,11 +10,13 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from gateway.errors import model_not_found, unavailable
 from gateway.settings import Model
@@ -24,6 +26,8 @@ from workers.protocol import Hello
 if TYPE_CHECKING:
     from workers.model_store import ModelFiles, Progress
     from workers.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 DEFAULT_CONTEXT = 4096
 """Context that is assumed while no worker has said its own and the YAML names none."""
@@ -138,8 +142,35 @@ async def load_model(handle: ModelHandle, base_dir: Path, progress: Progress | N
 
     ``progress`` is called from that thread while files are fetched and unpacked.
     """
-    files, tokenizer = await asyncio.to_thread(_read, handle.config.source, base_dir, progress)
+    files, tokenizer = await _in_daemon(lambda: _read(handle.config.source, base_dir, progress))
     handle.load(files, tokenizer)
+
+
+async def _in_daemon(work: Callable[[], T]) -> T:
+    """Run ``work`` in a thread that keeps no process alive: fetching a model may take minutes, a stop may not."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def deliver(result: T | None, error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+    def run() -> None:
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(deliver, result, failure)
+
+    threading.Thread(target=run, name="load model", daemon=True).start()
+    return await future
 
 
 def _read(source: str, base_dir: Path, progress: Progress | None) -> tuple[ModelFiles, Tokenizer]:

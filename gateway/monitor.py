@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pluggy
@@ -57,12 +58,22 @@ class Monitor:
         """An isolated part (a policy, an observer, a settlement) failed; the request path went on."""
 
 
-class LiveMonitor(Monitor):
-    """Feeds Prometheus and the observers of plugins."""
+OBSERVER_BUDGET_S = 0.05
+"""An observer runs on the event loop: one that takes longer is set aside."""
+SET_ASIDE_S = 60.0
 
-    def __init__(self, metrics: Metrics, manager: pluggy.PluginManager) -> None:
+
+class LiveMonitor(Monitor):
+    """Feeds Prometheus and the observers of plugins. One that raises is counted; one that is slow is set aside too."""
+
+    def __init__(
+        self, metrics: Metrics, manager: pluggy.PluginManager, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._metrics = metrics
         self._manager = manager
+        self._clock = clock
+        self._aside: dict[str, float] = {}
+        """Observers that overran, and until when they hear nothing."""
         self._observed = bool(manager.hook.forebay_job_event.get_hookimpls())
         self._gaps: dict[tuple[str, str], Callable[[float], None]] = {}
 
@@ -80,7 +91,19 @@ class LiveMonitor(Monitor):
         """Tell the observers, one by one."""
         if self._observed:
             told = JobEvent(job, transition, at, worker=worker, outcome=outcome, reason=reason, usage=usage)
-            notify(self._manager, told, self._observer_failed)
+            begun = self._clock()
+            if self._aside:
+                self._aside = {plugin: until for plugin, until in self._aside.items() if until > begun}
+
+            def done(plugin: str) -> None:
+                nonlocal begun
+                took, begun = self._clock() - begun, self._clock()
+                if took > OBSERVER_BUDGET_S:
+                    self._aside[plugin] = begun + SET_ASIDE_S
+                    self._metrics.fault("observer")
+                    _log.warning("observer_slow", plugin=plugin, took_s=round(took, 3), set_aside_s=SET_ASIDE_S)
+
+            notify(self._manager, told, self._observer_failed, skip=self._aside, on_done=done)
 
     def served(self, job: Job, charge: Charge) -> None:
         """Count tokens."""

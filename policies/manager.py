@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -82,16 +82,31 @@ def register(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
         raise PluginError(name, str(error)) from error
 
 
-def notify(manager: pluggy.PluginManager, event: JobEvent, on_error: Callable[[str, Exception], None]) -> None:
-    """Tell every observer; ``on_error(plugin, exception)`` hears of each that raised (to log and count it)."""
+def notify(
+    manager: pluggy.PluginManager,
+    event: JobEvent,
+    on_error: Callable[[str, Exception], None],
+    *,
+    skip: Container[str] = (),
+    on_done: Callable[[str], None] | None = None,
+) -> None:
+    """Tell every observer but those in ``skip``; ``on_error(plugin, exception)`` hears of each that raised.
+
+    ``on_done(plugin)`` is called after each one, so that a caller can time them.
+    """
     for implementation in reversed(manager.hook.forebay_job_event.get_hookimpls()):
+        name = implementation.plugin_name
+        if name in skip:
+            continue
         try:
             if implementation.argnames:
                 implementation.function(event)
             else:
                 implementation.function()
         except Exception as error:
-            on_error(implementation.plugin_name, error)
+            on_error(name, error)
+        if on_done is not None:
+            on_done(name)
 
 
 def tenant_from_claims(manager: pluggy.PluginManager) -> Callable[[Mapping[str, Any]], str | None] | None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from typing import Any
 
 import httpx
@@ -330,6 +331,22 @@ async def test_observers_hear_each_transition_and_a_broken_one_costs_nothing(sta
     ]
     assert heard[-1].outcome == "ok"
     assert heard[-1].usage == Usage(prompt=4, output=3)
+
+
+async def test_a_slow_observer_is_set_aside(start: Start) -> None:
+    """DESIGN §4: it runs on the event loop, so one that overruns its budget is skipped and counted."""
+    heard: list[Transition] = []
+
+    class Slow:
+        @hookimpl
+        def forebay_job_event(self, event: JobEvent) -> None:
+            heard.append(event.transition)
+            time.sleep(0.06)
+
+    async with start({}, plugins=[Slow()]) as site:
+        assert (await site.complete()).status_code == 200
+        assert await site.metric('forebay_isolated_faults_total{part="observer"}') == 1
+    assert heard == [Transition.ADMITTED]
 
 
 async def test_a_drain_lets_streams_end_and_takes_nothing_new(start: Start) -> None:
