@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,47 @@ class ModelConfig:
     dtype: str = "float32"
     """The stored weights' type, as the config names it."""
     eos_ids: frozenset[int] = frozenset()
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Of the projection behind attention."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each head of q and k, before the rotation (Qwen3)."""
+    window: int | None = None
+    """Some layer attends to so many latest tokens only. Contexts up to it are computed in full attention."""
+
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What an architecture decides for itself, whatever its ``config.json`` names. None: as ``attention_bias`` says."""
+
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    mlp_bias: bool | None = None
+    """None: as ``mlp_bias`` says."""
+    qk_norm: bool = False
+    windowed: Callable[[Fields], bool] = lambda fields: True
+    """Whether ``sliding_window`` holds for any layer."""
+
+
+def _qwen_windowed(fields: Fields) -> bool:
+    """Qwen names a window that is off unless ``use_sliding_window``, and then on from ``max_window_layers``."""
+    if not fields.get("use_sliding_window", False):
+        return False
+    if kinds := fields.get("layer_types"):
+        return "sliding_attention" in kinds
+    return int(fields.get("max_window_layers", 0)) < int(fields["num_hidden_layers"])
+
+
+FAMILIES: Mapping[str, Family] = {
+    "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, mlp_bias=False),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, mlp_bias=False, windowed=_qwen_windowed),
+    "Qwen3ForCausalLM": Family(mlp_bias=False, qk_norm=True, windowed=_qwen_windowed),
+}
+"""Others, also a plugin's, are read as Llama."""
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -56,16 +97,11 @@ def read_config(directory: Path) -> ModelConfig:
     return parse_config(fields, extra, str(path))
 
 
-def parse_config(fields: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def parse_config(fields: Fields, generation: Fields, where: str) -> ModelConfig:
     """Check and translate. ``where`` names the file in errors. Raises ModelStoreError."""
-    architectures = fields.get("architectures") or ["(none named)"]
-    for field, allowed in (
-        ("hidden_act", ("silu", None)),
-        ("attention_bias", (False, None)),
-        ("mlp_bias", (False, None)),
-        ("sliding_window", (None,)),
-        ("quantization_config", (None,)),
-    ):
+    architecture = str((fields.get("architectures") or ["(none named)"])[0])
+    family = FAMILIES.get(architecture, Family())
+    for field, allowed in (("hidden_act", ("silu", None)), ("quantization_config", (None,))):
         if fields.get(field) not in allowed:
             raise ModelStoreError(
                 f"{where}: {field}={fields[field]!r} is not supported (supported: {allowed[0]!r}); use another model"
@@ -80,8 +116,10 @@ def parse_config(fields: Mapping[str, Any], generation: Mapping[str, Any], where
     head_dim = _positive(fields, "head_dim", where, hidden // heads)
     if head_dim % 2:
         raise ModelStoreError(f"{where}: head_dim={head_dim} is odd; rotary embeddings need an even one")
+    attention_bias, mlp_bias = (_flag(fields, name, where) for name in ("attention_bias", "mlp_bias"))
+    windowed = fields.get("sliding_window") is not None and family.windowed(fields)
     return ModelConfig(
-        architecture=str(architectures[0]),
+        architecture=architecture,
         vocab=_positive(fields, "vocab_size", where),
         hidden=hidden,
         intermediate=_positive(fields, "intermediate_size", where),
@@ -95,10 +133,15 @@ def parse_config(fields: Mapping[str, Any], generation: Mapping[str, Any], where
         tied=bool(fields.get("tie_word_embeddings", False)),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         eos_ids=_ids(generation.get("eos_token_id")) or _ids(fields.get("eos_token_id")),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=attention_bias if family.output_bias is None else family.output_bias,
+        mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        qk_norm=family.qk_norm,
+        window=_positive(fields, "sliding_window", where) if windowed else None,
     )
 
 
-def _rope(fields: Mapping[str, Any], where: str) -> RopeConfig:
+def _rope(fields: Fields, where: str) -> RopeConfig:
     """Old files have ``rope_theta`` and ``rope_scaling``, newer ones ``rope_parameters``."""
     scaling: dict[str, Any] = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
@@ -116,12 +159,19 @@ def _rope(fields: Mapping[str, Any], where: str) -> RopeConfig:
     )
 
 
-def _positive(fields: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
+def _positive(fields: Fields, name: str, where: str, default: int | None = None) -> int:
     value = fields.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelStoreError(f"{where}: {name}={value!r} must be a positive whole number")
     return value
+
+
+def _flag(fields: Fields, name: str, where: str) -> bool:
+    value = fields.get(name)
+    if value not in (True, False, None):
+        raise ModelStoreError(f"{where}: {name}={value!r} must be true or false")
+    return bool(value)
 
 
 def _ids(value: Any) -> frozenset[int]:

@@ -19,6 +19,7 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def _sequence(*parts: Json) -> Json:
@@ -32,7 +33,12 @@ PRE_TOKENIZERS: dict[str, Json] = {
         {"type": "Split", "pattern": {"Regex": _LLAMA3_SPLIT}, "behavior": "Isolated", "invert": False},
         {**_BYTE_LEVEL, "use_regex": False},
     ),
+    "qwen2": _sequence(
+        {"type": "Split", "pattern": {"Regex": _QWEN2_SPLIT}, "behavior": "Isolated", "invert": False},
+        {**_BYTE_LEVEL, "use_regex": False},
+    ),
 }
+_NORMALIZERS: dict[str, Json] = {"qwen2": {"type": "NFC"}}
 _IGNORE_MERGES = {"llama-bpe"}
 
 
@@ -64,7 +70,7 @@ def tokenizer_json_of(metadata: Json) -> str:
         "truncation": None,
         "padding": None,
         "added_tokens": added,
-        "normalizer": None,
+        "normalizer": _NORMALIZERS.get(pre),
         "pre_tokenizer": PRE_TOKENIZERS[pre],
         "post_processor": None,
         "decoder": {**_BYTE_LEVEL, "add_prefix_space": True},
@@ -92,7 +98,7 @@ def tokenizer_config_of(metadata: Json) -> str:
         "add_prefix_space": bool(metadata.get("tokenizer.ggml.add_space_prefix", False)),
         "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(metadata.get("llama.context_length", 0)) or None,
+        "model_max_length": int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 0)) or None,
     }
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = metadata.get(f"tokenizer.ggml.{theirs}_token_id")

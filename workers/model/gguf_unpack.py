@@ -37,7 +37,18 @@ _LAYER = {
     "ffn_gate.weight": "mlp.gate_proj.weight",
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
 }
+_LAYER |= {
+    ours.replace("weight", "bias"): theirs.replace("weight", "bias")
+    for ours, theirs in _LAYER.items()
+    if theirs.endswith("_proj.weight")
+}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""``general.architecture`` → the class of ``config.json``. Mistral's files say llama."""
+_PERMUTED = frozenset({"llama"})
+"""Of these llama.cpp's converter reorders q and k, for interleaved RoPE; the others keep the half-split form."""
 
 
 class GgufModel:
@@ -52,39 +63,45 @@ class GgufModel:
             raise ModelStoreError(f"{path} is not a readable GGUF file: {error}") from error
         self.metadata: Metadata = {name: field.contents() for name, field in self._reader.fields.items()}
         architecture = self.metadata.get("general.architecture")
-        if architecture != "llama":
-            raise ModelStoreError(f"{path}: general.architecture is {architecture!r}; supported in GGUF: llama")
+        if architecture not in ARCHITECTURES:
+            raise ModelStoreError(
+                f"{path}: general.architecture is {architecture!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
+            )
+        self._architecture = str(architecture)
         names = {tensor.name for tensor in self._reader.tensors}
-        if "rope_freqs.weight" in names or f"{architecture}.rope.scaling.type" in self.metadata:
+        scaling = self.metadata.get(f"{architecture}.rope.scaling.type", "none")
+        if "rope_freqs.weight" in names or scaling != "none":
             raise ModelStoreError(
                 f"{path}: scaled RoPE in GGUF is not supported; use the model's safetensors directory instead"
             )
         self._tensors = {_hf_name(tensor.name, path): tensor for tensor in self._reader.tensors}
-        self._heads = int(self._need("llama.attention.head_count"))
-        self._kv_heads = int(self.metadata.get("llama.attention.head_count_kv", self._heads))
+        self._heads = int(self._need("attention.head_count"))
+        self._kv_heads = int(self._maybe("attention.head_count_kv", self._heads))
 
     def config(self) -> dict[str, Any]:
         """The ``config.json`` this file amounts to."""
         meta, heads = self.metadata, self._heads
-        hidden = int(self._need("llama.embedding_length"))
+        hidden = int(self._need("embedding_length"))
+        window = int(self._maybe("attention.sliding_window", 0))
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [ARCHITECTURES[self._architecture]],
+            "model_type": self._architecture,
             "hidden_act": "silu",
             "hidden_size": hidden,
-            "intermediate_size": int(self._need("llama.feed_forward_length")),
-            "num_hidden_layers": int(self._need("llama.block_count")),
+            "intermediate_size": int(self._need("feed_forward_length")),
+            "num_hidden_layers": int(self._need("block_count")),
             "num_attention_heads": heads,
             "num_key_value_heads": self._kv_heads,
-            "head_dim": int(meta.get("llama.attention.key_length", hidden // heads)),
-            "max_position_embeddings": int(self._need("llama.context_length")),
+            "head_dim": int(self._maybe("attention.key_length", hidden // heads)),
+            "max_position_embeddings": int(self._need("context_length")),
             # Stored as float32; seven digits give back the decimal that was meant (1e-05, not 9.99999974e-06).
-            "rms_norm_eps": float(f"{self._need('llama.attention.layer_norm_rms_epsilon'):.7g}"),
-            "rope_theta": float(meta.get("llama.rope.freq_base", 10000.0)),
-            "vocab_size": len(self._need("tokenizer.ggml.tokens")),
+            "rms_norm_eps": float(f"{self._need('attention.layer_norm_rms_epsilon'):.7g}"),
+            "rope_theta": float(self._maybe("rope.freq_base", 10000.0)),
+            "vocab_size": self._vocab(),
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
-            "attention_bias": False,
-            "mlp_bias": False,
+            "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
+            "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in self._tensors,
+            **({"sliding_window": window} if window else {}),
             "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
             "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
@@ -100,23 +117,36 @@ class GgufModel:
         stored = self._tensors[name]
         array = np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)  # a copy: fp32 data is mapped
         array = array.reshape(tuple(int(size) for size in reversed(stored.shape)))
-        if name.endswith("q_proj.weight"):
-            array = unpermute(array, self._heads)
-        elif name.endswith("k_proj.weight"):
-            array = unpermute(array, self._kv_heads)
+        if self._architecture in _PERMUTED:
+            if ".q_proj." in name:
+                array = unpermute(array, self._heads)
+            elif ".k_proj." in name:
+                array = unpermute(array, self._kv_heads)
         return array
 
+    def _vocab(self) -> int:
+        """Rows of the embedding: at least the tokens that have names; Qwen pads it."""
+        key = "tokenizer.ggml.tokens"
+        if key not in self.metadata:
+            raise ModelStoreError(f"{self.path}: GGUF metadata lacks {key}")
+        embedding = self._tensors.get("model.embed_tokens.weight")
+        return len(self.metadata[key]) if embedding is None else int(embedding.shape[-1])
+
     def _need(self, key: str) -> Any:
+        """A figure of the architecture. Raises ModelStoreError when it is missing."""
+        key = f"{self._architecture}.{key}"
         if key not in self.metadata:
             raise ModelStoreError(f"{self.path}: GGUF metadata lacks {key}")
         return self.metadata[key]
 
+    def _maybe(self, key: str, default: Any) -> Any:
+        return self.metadata.get(f"{self._architecture}.{key}", default)
+
 
 def unpermute(array: Array, heads: int) -> Array:
-    """Undo llama.cpp's reordering of q/k rows: interleaved RoPE pairs (2i, 2i+1) → halves (i, i + head_dim/2)."""
-    rows, columns = array.shape
-    pairs = array.reshape(heads, rows // heads // 2, 2, columns)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows, columns))
+    """Undo llama.cpp's reordering of q/k rows or biases: interleaved pairs (2i, 2i+1) → halves (i, i + head_dim/2)."""
+    pairs = array.reshape(heads, len(array) // heads // 2, 2, -1)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(array.shape))
 
 
 def to_bf16_bits(array: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -174,4 +204,4 @@ def _hf_name(name: str, path: Path) -> str:
     match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
     if match and match[2] in _LAYER:
         return f"model.layers.{match[1]}.{_LAYER[match[2]]}"
-    raise ModelStoreError(f"{path}: tensor {name!r} does not belong to a plain Llama decoder")
+    raise ModelStoreError(f"{path}: tensor {name!r} does not belong to a Llama-family decoder")

@@ -2,7 +2,8 @@
 arXiv:2302.13971 §2.2; grouped queries: Ainslie et al. 2023, arXiv:2305.13245).
 
 Rows of all sequences lie one after the other, so every linear runs once per layer over exactly the planned tokens.
-Weights are fused where two linears read the same input: q, k and v; gate and up.
+Weights are fused where two linears read the same input: q, k and v; gate and up. Mistral, Qwen2 and Qwen3 are the same
+but for biases and for norms of q and k, which ``ModelConfig`` tells.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from torch.nn.functional import embedding, rms_norm, silu
 
 from workers.model import rope
 from workers.model.config import ModelConfig
-from workers.model.weights import Weights
+from workers.model.weights import LayerWeights, Weights
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries, keys, values [rows, heads, head_dim]) → [rows, heads * head_dim]."""
 
 
-def _linear(weight: Tensor) -> nn.Linear:
-    """A bias-free linear around ``weight`` [out, in]; a module, so that hooks can count what runs through it."""
+def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A linear around ``weight`` [out, in]; a module, so that hooks can count what runs through it."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, requires_grad=False)
     return made
 
 
@@ -34,39 +37,33 @@ class LlamaLayer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
         super().__init__()
         self._config, self._index = config, index
-        prefix, hidden, head_dim = f"model.layers.{index}.", config.hidden, config.head_dim
+        hidden, ffn, head_dim = config.hidden, config.intermediate, config.head_dim
         query, key = config.heads * head_dim, config.kv_heads * head_dim
-
-        def take(name: str, *shape: int) -> Tensor:
-            return weights.take(f"{prefix}{name}.weight", shape)
-
-        self.input_norm = take("input_layernorm", hidden)
-        self.post_norm = take("post_attention_layernorm", hidden)
-        self.qkv = _linear(
-            torch.cat(
-                [
-                    take("self_attn.q_proj", query, hidden),
-                    take("self_attn.k_proj", key, hidden),
-                    take("self_attn.v_proj", key, hidden),
-                ]
-            )
-        )
-        self.output = _linear(take("self_attn.o_proj", hidden, query))
-        self.gate_up = _linear(
-            torch.cat(
-                [take("mlp.gate_proj", config.intermediate, hidden), take("mlp.up_proj", config.intermediate, hidden)]
-            )
-        )
-        self.down = _linear(take("mlp.down_proj", hidden, config.intermediate))
+        take = LayerWeights(weights, index)
+        attention, mlp = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
+        self.input_norm = take.weight("input_layernorm", hidden)
+        self.post_norm = take.weight("post_attention_layernorm", hidden)
+        self.query_norm = take.weight("self_attn.q_norm", head_dim) if config.qk_norm else None
+        self.key_norm = take.weight("self_attn.k_norm", head_dim) if config.qk_norm else None
+        self.qkv = _linear(*take.fused(attention, (query, key, key), hidden, config.qkv_bias))
+        self.output = _linear(*take.fused(("self_attn.o_proj",), (hidden,), query, config.output_bias))
+        self.gate_up = _linear(*take.fused(mlp, (ffn, ffn), hidden, config.mlp_bias))
+        self.down = _linear(*take.fused(("mlp.down_proj",), (hidden,), ffn, config.mlp_bias))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
         """x [rows, hidden] → [rows, hidden]; cos and sin [rows, 1, head_dim / 2]."""
         config = self._config
         qkv = self.qkv(rms_norm(x, (config.hidden,), self.input_norm, config.rms_eps))
         parts = qkv.view(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
-        turned = rope.rotate(parts[:, : config.heads + config.kv_heads], cos, sin)
+        both = config.heads + config.kv_heads
+        turned = parts[:, :both]
+        if self.query_norm is not None and self.key_norm is not None:
+            queries = rms_norm(turned[:, : config.heads], (config.head_dim,), self.query_norm, config.rms_eps)
+            keys = rms_norm(turned[:, config.heads :], (config.head_dim,), self.key_norm, config.rms_eps)
+            turned = torch.cat((queries, keys), dim=1)
+        turned = rope.rotate(turned, cos, sin)
         queries, keys = turned[:, : config.heads], turned[:, config.heads :]
-        x = x + self.output(attend(self._index, queries, keys, parts[:, config.heads + config.kv_heads :]))
+        x = x + self.output(attend(self._index, queries, keys, parts[:, both:]))
         gate, up = self.gate_up(rms_norm(x, (config.hidden,), self.post_norm, config.rms_eps)).chunk(2, dim=-1)
         result: Tensor = x + self.down(silu(gate) * up)
         return result
@@ -105,6 +102,7 @@ class LlamaDecoder(nn.Module):
             kept.pop(id(self.head.weight))
         for layer in self.layers:
             assert isinstance(layer, LlamaLayer)
-            for part in (layer.input_norm, layer.post_norm, *layer.parameters()):
-                kept[id(part)] = part.nbytes
+            for part in (layer.input_norm, layer.post_norm, layer.query_norm, layer.key_norm, *layer.parameters()):
+                if part is not None:
+                    kept[id(part)] = part.nbytes
         return sum(kept.values())

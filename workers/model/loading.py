@@ -106,6 +106,11 @@ def load(
     max_context = min(engine.max_context or config.max_context, config.max_context)
     if engine.max_context and engine.max_context > config.max_context:
         raise ValueError(f"engine.max_context={engine.max_context} exceeds the model's own limit {config.max_context}")
+    if config.window is not None and max_context > config.window:
+        raise ValueError(
+            f"the model attends to a sliding window of {config.window} tokens, which is not supported beyond it; set "
+            f"engine.max_context: {config.window} or less (now {max_context})"
+        )
     with opened, torch.no_grad():
         weights = Weights(opened, dtype, device)
         per_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize

@@ -11,8 +11,10 @@ from workers.model_store import ModelStoreError
 BUILTIN: Mapping[str, str] = {
     "LlamaForCausalLM": "workers.model.llama:LlamaDecoder",
     "MistralForCausalLM": "workers.model.llama:LlamaDecoder",
+    "Qwen2ForCausalLM": "workers.model.llama:LlamaDecoder",
+    "Qwen3ForCausalLM": "workers.model.llama:LlamaDecoder",
 }
-"""Mistral is the same decoder as long as ``sliding_window`` is null, which config.py checks."""
+"""One decoder: where they differ (biases, norms of q and k, windows) ``config.py`` says so."""
 
 
 def architecture(name: str, table: Mapping[str, str] = BUILTIN) -> Any:

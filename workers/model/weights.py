@@ -115,3 +115,28 @@ class Weights:
         left = sorted(self._left - allowed)
         if left:
             raise ModelStoreError(f"{len(left)} weights have no place in this architecture, among them {left[0]!r}")
+
+
+class LayerWeights:
+    """The weights of one layer, by their names within it."""
+
+    def __init__(self, weights: Weights, index: int) -> None:
+        self._weights, self._prefix = weights, f"model.layers.{index}."
+
+    def weight(self, name: str, *shape: int) -> Tensor:
+        """``<layer>.name.weight``. Raises ModelStoreError as ``Weights.take`` does; so do the others."""
+        return self._weights.take(f"{self._prefix}{name}.weight", shape)
+
+    def bias(self, name: str, size: int) -> Tensor:
+        """``<layer>.name.bias``."""
+        return self._weights.take(f"{self._prefix}{name}.bias", (size,))
+
+    def fused(
+        self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Linears that read the same input as one: weight [sum of rows, columns] and, where there is one, bias."""
+        parts = [self.weight(name, size, columns) for name, size in zip(names, rows, strict=True)]
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if not biased:
+            return weight, None
+        return weight, torch.cat([self.bias(name, size) for name, size in zip(names, rows, strict=True)])

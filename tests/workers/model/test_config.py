@@ -60,12 +60,53 @@ def test_both_spellings_of_rope() -> None:
         ({"num_hidden_layers": None}, "num_hidden_layers=None must be"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"attention_bias": "yes"}, "attention_bias='yes' must be true or false"),
+        ({"mlp_bias": 3}, "mlp_bias=3 must be true or false"),
+        ({"sliding_window": 0}, "sliding_window=0 must be a positive whole number"),
     ],
 )
 def test_what_is_not_built_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelStoreError, match=message) as caught:
         parse(**changes)
     assert str(caught.value).startswith("dir/config.json: ")
+
+
+QWEN = {"sliding_window": 64, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "window"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 64}, 64),
+        ("MistralForCausalLM", {"sliding_window": None}, None),
+        ("LlamaForCausalLM", {"sliding_window": 64}, 64),
+        ("Qwen2ForCausalLM", {**QWEN, "use_sliding_window": False}, None),
+        ("Qwen2ForCausalLM", {**QWEN, "max_window_layers": 2}, None),
+        ("Qwen2ForCausalLM", {**QWEN, "max_window_layers": 1}, 64),
+        ("Qwen3ForCausalLM", {**QWEN, "layer_types": ["full_attention", "full_attention"]}, None),
+        ("Qwen3ForCausalLM", {**QWEN, "layer_types": ["full_attention", "sliding_attention"]}, 64),
+    ],
+)
+def test_whose_window_counts(architecture: str, changes: dict[str, Any], window: int | None) -> None:
+    assert parse(architectures=[architecture], **changes).window == window
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "expected"),
+    [
+        ("LlamaForCausalLM", {}, (False, False, False, False)),
+        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
+        ("MistralForCausalLM", {"attention_bias": True}, (False, False, False, False)),
+        ("Qwen2ForCausalLM", {}, (True, False, False, False)),
+        ("Qwen3ForCausalLM", {}, (False, False, False, True)),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, (True, True, False, True)),
+    ],
+)
+def test_biases_and_norms_of_the_families(
+    architecture: str, changes: dict[str, Any], expected: tuple[bool, bool, bool, bool]
+) -> None:
+    config = parse(architectures=[architecture], **changes)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == expected
 
 
 def test_unreadable_config_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random Llama models on disk, as safetensors directory and as GGUF, for tests that need no language."""
+"""Tiny random models of the Llama family on disk, as safetensors directory and as GGUF, for tests without language."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import gguf
 import numpy as np
 import torch
 from tokenizers import pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from workers.model.gguf_unpack import _LAYER, _TOP
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def config(**changes: Any) -> LlamaConfig:
-    """A Llama of two layers; ``changes`` override its fields."""
+def config(family: str = "llama", **changes: Any) -> PreTrainedConfig:
+    """A model of two layers; ``family`` is transformers' model_type, ``changes`` override its fields."""
     fields: dict[str, Any] = {
         "vocab_size": 300,
         "hidden_size": 32,
@@ -35,13 +35,13 @@ def config(**changes: Any) -> LlamaConfig:
         "eos_token_id": 2,
         "pad_token_id": 2,
     }
-    return LlamaConfig(**{**fields, **changes})
+    return AutoConfig.for_model(family, **{**fields, **changes})
 
 
-def model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    """A random Llama in fp32 with weights large enough that its logits differ clearly."""
+def model(seed: int = 0, family: str = "llama", **changes: Any) -> PreTrainedModel:
+    """A random model in fp32 with weights large enough that its logits differ clearly."""
     torch.manual_seed(seed)
-    made = LlamaForCausalLM(config(**changes)).eval()
+    made = AutoModelForCausalLM.from_config(config(family, **changes), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             spread = 0.3 if "norm" in name else 0.15
@@ -57,7 +57,7 @@ def vocabulary() -> list[str]:
     return (SPECIAL + alphabet + merged)[:300]
 
 
-def write_directory(made: LlamaForCausalLM, directory: Path) -> Path:
+def write_directory(made: PreTrainedModel, directory: Path) -> Path:
     """Save as a model directory, with a tokenizer.json of the same vocabulary."""
     from workers.model.gguf_tokenizer import tokenizer_json_of
 
@@ -66,17 +66,18 @@ def write_directory(made: LlamaForCausalLM, directory: Path) -> Path:
     return directory
 
 
-def write_gguf(made: LlamaForCausalLM, path: Path, quantise: bool = False, **metadata: str) -> Path:
-    """Save as GGUF, q and k reordered as llama.cpp's converter does."""
+def write_gguf(made: PreTrainedModel, path: Path, quantise: bool = False, **metadata: str) -> Path:
+    """Save as GGUF; q and k of Llamas reordered as llama.cpp's converter does."""
     settings = made.config
-    writer = gguf.GGUFWriter(str(path), "llama")
+    architecture = "llama" if settings.model_type == "mistral" else settings.model_type
+    writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_block_count(settings.num_hidden_layers)
     writer.add_context_length(settings.max_position_embeddings)
     writer.add_embedding_length(settings.hidden_size)
     writer.add_feed_forward_length(settings.intermediate_size)
     writer.add_head_count(settings.num_attention_heads)
     writer.add_head_count_kv(settings.num_key_value_heads)
-    writer.add_key_length(settings.head_dim)
+    writer.add_key_length(getattr(settings, "head_dim", settings.hidden_size // settings.num_attention_heads))
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
     writer.add_rope_freq_base(settings.rope_parameters["rope_theta"])
     tokenizer = _tokenizer_metadata()
@@ -93,9 +94,9 @@ def write_gguf(made: LlamaForCausalLM, path: Path, quantise: bool = False, **met
         if name == "lm_head.weight" and settings.tie_word_embeddings:
             continue
         array = tensor.numpy()
-        if "q_proj" in name:
+        if architecture == "llama" and "q_proj" in name:
             array = _permute(array, settings.num_attention_heads)
-        elif "k_proj" in name:
+        elif architecture == "llama" and "k_proj" in name:
             array = _permute(array, settings.num_key_value_heads)
         if quantise and array.ndim == 2:
             kind = gguf.GGMLQuantizationType.Q8_0
@@ -111,8 +112,7 @@ def write_gguf(made: LlamaForCausalLM, path: Path, quantise: bool = False, **met
 
 def _permute(array: np.ndarray, heads: int) -> np.ndarray:
     """What llama.cpp's convert_hf_to_gguf does to q and k: halves → interleaved pairs."""
-    rows, columns = array.shape
-    return array.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns).copy()
+    return array.reshape(heads, 2, len(array) // heads // 2, -1).swapaxes(1, 2).reshape(array.shape).copy()
 
 
 def _gguf_name(name: str) -> str:

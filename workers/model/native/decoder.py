@@ -20,9 +20,10 @@ from workers.model.kv_cache import KvCacheSizeError
 from workers.model.native import pack
 from workers.model.native.abi import Layer, Linear, Model, Step, make
 from workers.model.native.build import NativeUnavailableError, load
-from workers.model.weights import Weights
+from workers.model.weights import LayerWeights, Weights
 
 MAX_HEAD_DIM = 256
+MAX_GROUP = 64
 
 
 def unsupported(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -35,6 +36,10 @@ def unsupported(config: ModelConfig, block_size: int, dtype: torch.dtype, device
         (config.intermediate % pack.LANES == 0, f"intermediate_size={config.intermediate} is not a multiple of 16"),
         (config.head_dim % 16 == 0, f"head_dim={config.head_dim} is not a multiple of 16"),
         (config.head_dim <= MAX_HEAD_DIM, f"head_dim={config.head_dim} is over {MAX_HEAD_DIM}"),
+        (
+            config.heads <= MAX_GROUP * config.kv_heads,
+            f"num_attention_heads={config.heads} is over {MAX_GROUP} times num_key_value_heads={config.kv_heads}",
+        ),
     )
     return next((reason for fine, reason in checks if not fine), None)
 
@@ -109,9 +114,9 @@ class NativeDecoder:
         for index in range(config.layers):
             self._layers[index] = self._layer(index, weights, cache.data[index])
         hidden = config.hidden
-        embed = self._packed(weights.take("model.embed_tokens.weight", (config.vocab, hidden)), hidden)
+        embed = self._packed(weights.take("model.embed_tokens.weight", (config.vocab, hidden)))
         norm = self._vector(weights.take("model.norm.weight", (hidden,)))
-        head = embed if config.tied else self._packed(weights.take("lm_head.weight", (config.vocab, hidden)), hidden)
+        head = embed if config.tied else self._packed(weights.take("lm_head.weight", (config.vocab, hidden)))
         self._head_width = int(head.n)
         self._model = make(
             Model,
@@ -193,35 +198,27 @@ class NativeDecoder:
         self._handle = self._lib.fb_create(ctypes.addressof(model), self._threads)
 
     def _layer(self, index: int, weights: Weights, cache: Tensor) -> Layer:
-        config, prefix = self.config, f"model.layers.{index}."
-        hidden, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-
-        def take(name: str, *shape: int) -> Tensor:
-            return weights.take(f"{prefix}{name}.weight", shape)
-
-        qkv = torch.cat(
-            [
-                take("self_attn.q_proj", query, hidden),
-                take("self_attn.k_proj", key, hidden),
-                take("self_attn.v_proj", key, hidden),
-            ]
-        )
-        gate_up = pack.gated(
-            take("mlp.gate_proj", config.intermediate, hidden), take("mlp.up_proj", config.intermediate, hidden)
-        )
+        config, take = self.config, LayerWeights(weights, index)
+        hidden, ffn, head_dim = config.hidden, config.intermediate, config.head_dim
+        query, key = config.heads * head_dim, config.kv_heads * head_dim
+        names, sizes = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (query, key, key)
+        gate, up = (take.weight(f"mlp.{name}_proj", ffn, hidden) for name in ("gate", "up"))
+        gated = None
+        if config.mlp_bias:
+            gated = pack.gated_bias(take.bias("mlp.gate_proj", ffn), take.bias("mlp.up_proj", ffn))
         layer: Layer = make(
             Layer,
             {
-                "attn_norm": self._vector(take("input_layernorm", hidden)),
-                "q_norm": None,
-                "k_norm": None,
+                "attn_norm": self._vector(take.weight("input_layernorm", hidden)),
+                "q_norm": self._vector(take.weight("self_attn.q_norm", head_dim)) if config.qk_norm else None,
+                "k_norm": self._vector(take.weight("self_attn.k_norm", head_dim)) if config.qk_norm else None,
                 "post_attn_norm": None,
-                "ffn_norm": self._vector(take("post_attention_layernorm", hidden)),
+                "ffn_norm": self._vector(take.weight("post_attention_layernorm", hidden)),
                 "post_ffn_norm": None,
-                "qkv": self._packed(qkv, hidden),
-                "o": self._packed(take("self_attn.o_proj", hidden, query), query),
-                "gate_up": self._packed(gate_up, hidden),
-                "down": self._packed(take("mlp.down_proj", hidden, config.intermediate), config.intermediate),
+                "qkv": self._packed(*take.fused(names, sizes, hidden, config.qkv_bias)),
+                "o": self._packed(*take.fused(("self_attn.o_proj",), (hidden,), query, config.output_bias)),
+                "gate_up": self._packed(pack.gated(gate, up), gated),
+                "down": self._packed(*take.fused(("mlp.down_proj",), (hidden,), ffn, config.mlp_bias)),
                 "cache": cache.data_ptr(),
                 "cos": self._rope[0],
                 "sin": self._rope[1],
@@ -231,11 +228,15 @@ class NativeDecoder:
         )
         return layer
 
-    def _packed(self, weight: Tensor, k: int) -> Linear:
+    def _packed(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         packed = pack.panels(weight)
         self._kept.append(packed)
         self._bytes += packed.nbytes
-        return pack.linear(packed, k)
+        if bias is not None:
+            bias = pack.padded_bias(bias)
+            self._kept.append(bias)
+            self._bytes += bias.nbytes
+        return pack.linear(packed, weight.shape[1], bias)
 
     def _vector(self, weight: Tensor) -> int:
         self._bytes += weight.numel() * 4

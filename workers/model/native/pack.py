@@ -45,6 +45,18 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack([gate.view(-1, LANES, hidden), up.view(-1, LANES, hidden)], dim=1).reshape(2 * ffn, hidden)
 
 
+def gated_bias(gate: Tensor, up: Tensor) -> Tensor:
+    """Their biases [ffn] in the same order → [2 ffn]."""
+    return torch.stack([gate.view(-1, LANES), up.view(-1, LANES)], dim=1).reshape(-1)
+
+
+def padded_bias(bias: Tensor) -> Tensor:
+    """bias [n] → fp32, zero for the columns that ``panels`` adds."""
+    made = torch.zeros(-(-len(bias) // PANEL) * PANEL)
+    made[: len(bias)] = bias
+    return made
+
+
 def linear(packed: Tensor, k: int, bias: Tensor | None = None) -> Linear:
-    """The structure over packed weights. The caller keeps both tensors alive."""
+    """The structure over packed weights and a padded bias. The caller keeps both tensors alive."""
     return Linear(w=packed.data_ptr(), bias=None if bias is None else bias.data_ptr(), n=packed.numel() // k, k=k)

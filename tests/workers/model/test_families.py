@@ -1,0 +1,173 @@
+"""Llama 3, Mistral, Qwen2 and Qwen3 on small random weights against transformers, on every backend: logits and ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.model import oracle, tiny
+from tests.workers.model.harness import GREEDY, Bench, logits_of
+from workers.config import EngineConfig
+from workers.model.loading import load
+from workers.model_store import ModelStoreError
+from workers.protocol import Generate
+
+BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # 4 x 32 is not 64: q, k, v and o are not square
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5000.0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
+    "llama-all-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-attention-bias-padded": (
+        "llama",
+        {
+            "attention_bias": True,
+            "hidden_size": 160,
+            "num_attention_heads": 5,
+            "head_dim": 16,
+            "num_key_value_heads": 5,
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": None, "rms_norm_eps": 1e-5}),
+    "mistral-window": ("mistral", {"sliding_window": 80, "max_position_embeddings": 80}),
+    "qwen2": ("qwen2", {"head_dim": 16, "rms_norm_eps": 1e-6}),
+    "qwen2-untied-window-off": (
+        "qwen2",
+        {"head_dim": 16, "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 8},
+    ),
+    "qwen3": ("qwen3", {"rms_norm_eps": 1e-6}),
+    "qwen3-attention-bias": ("qwen3", {"attention_bias": True, "head_dim": 48, "num_key_value_heads": 1}),
+}
+BACKENDS = ("reference", "batched", "native")
+TOKENS = [(7 * index * index + 3 * index) % 290 for index in range(70)]
+TABLE = [5, 2, 9, 0, 12, 7]
+ENGINE = EngineConfig(device="cpu", dtype="float32", blocks=40, block_size=16, threads=1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    family, changes = FAMILIES[request.param]
+    model = tiny.model(9, family, **{**BASE, **changes})
+    return model, tiny.write_directory(model, tmp_path_factory.mktemp("family") / "m")
+
+
+def on(attention: str, **changes: Any) -> EngineConfig:
+    return ENGINE.model_copy(update={"attention": attention, **changes})
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_logits_equal_transformers(made: tuple[Any, Path], attention: str) -> None:
+    model, folder = made
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([TOKENS])).logits[0]
+    assert expected.std() > 0.3  # logits that are all alike would prove nothing
+    loaded = load(folder, on(attention))
+    for splits in ([70], [1, 2, 16, 33, 70]):
+        torch.testing.assert_close(logits_of(loaded, TOKENS, splits, TABLE), expected, atol=3e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_greedy_ids_equal_transformers(made: tuple[Any, Path], attention: str) -> None:
+    """Several prompts at once in a small pool: chunks, mixed steps, copies and recomputes on the way."""
+    _, folder = made
+    prompts = [TOKENS[start : start + length] for start in (0, 9, 30) for length in (14, 30)]
+    cases = oracle.greedy(folder, prompts, 24)
+    bench = Bench(folder, on(attention, blocks=8, max_chunk_tokens=16))
+    requests = [Generate(str(index), case.prompt, 24, GREEDY) for index, case in enumerate(cases)]
+    assert sum(len(case.expected) for case in cases) >= 120
+    for finished, case in zip(bench.run(requests, stagger=1), cases, strict=True):
+        assert finished.tokens[: len(case.expected)] == case.expected
+        assert finished.logprobs[: len(case.expected)] == pytest.approx(case.logprobs, abs=1e-3)
+    assert bench.preemptions > 0
+
+
+def test_what_biases_and_norms_are_there_shows_in_the_weights(tmp_path: Path) -> None:
+    """Every tensor of the checkpoint is used, and counted alike by both kinds of decoder."""
+    for family, extra in (("llama", 0), ("qwen2", 2 * 128), ("qwen3", 2 * 2 * 32)):
+        changes = {**BASE, **({"head_dim": 16} if family == "qwen2" else {})}
+        folder = tiny.write_directory(tiny.model(1, family, **changes), tmp_path / family)
+        plain = sum(p.numel() for name, p in tiny.model(1, family, **changes).named_parameters())
+        assert load(folder, on("batched")).weight_bytes == 4 * plain
+        assert extra == sum(
+            p.numel()
+            for name, p in tiny.model(1, family, **changes).named_parameters()
+            if "bias" in name or "q_norm" in name or "k_norm" in name
+        )
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("mistral", {}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16})],
+)
+def test_a_window_is_refused_beyond_it_and_harmless_up_to_it(
+    tmp_path: Path, family: str, changes: dict[str, Any], attention: str
+) -> None:
+    model = tiny.model(2, family, **{**BASE, **changes, "sliding_window": 24})
+    folder = tiny.write_directory(model, tmp_path / "m")
+    with pytest.raises(
+        ValueError, match=r"sliding window of 24 tokens.*set engine\.max_context: 24 or less \(now 256\)"
+    ):
+        load(folder, on(attention))
+    loaded = load(folder, on(attention, max_context=24))
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([TOKENS[:40]])).logits[0]
+    found = logits_of(loaded, TOKENS[:24], [24], TABLE)
+    torch.testing.assert_close(found, expected[:24], atol=3e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("quantise", [False, True])
+def test_gguf_equals_the_original_directory(tmp_path: Path, family: str, quantise: bool) -> None:
+    """engine A: unpacked and straight are bit-equal; unquantised also with the directory the file was made from."""
+    changes = {**BASE, "hidden_size": 128, "head_dim": 32, "sliding_window": None}
+    model = tiny.model(7, family, **changes).to(torch.bfloat16).float()
+    gguf = tiny.write_gguf(model, tmp_path / "m.gguf", quantise)
+    through = load(gguf, on("batched"), cache=tmp_path / "cache")
+    straight = load(gguf, on("batched"), cache=tmp_path / "other", straight=True)
+    found = logits_of(through, TOKENS, [70], TABLE)
+    assert torch.equal(found, logits_of(straight, TOKENS, [70], TABLE))
+    assert through.config.architecture == {
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }.get(family, "LlamaForCausalLM")
+    direct = load(tiny.write_directory(model, tmp_path / "m"), on("batched"))
+    expected = logits_of(direct, TOKENS, [70], TABLE)
+    if quantise:
+        assert 0 < (found - expected).norm() / expected.norm() < 0.1
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_gguf_biases_are_reordered_with_their_rows(tmp_path: Path) -> None:
+    model = tiny.model(7, "llama", **{**BASE, "attention_bias": True}).to(torch.bfloat16).float()
+    through = load(tiny.write_gguf(model, tmp_path / "m.gguf"), on("batched"), cache=tmp_path / "cache")
+    direct = load(tiny.write_directory(model, tmp_path / "m"), on("batched"))
+    assert through.config.qkv_bias
+    assert through.config.output_bias
+    assert torch.equal(logits_of(through, TOKENS, [70], TABLE), logits_of(direct, TOKENS, [70], TABLE))
+
+
+def test_gguf_of_another_architecture_or_scaling_is_refused(tmp_path: Path) -> None:
+    model = tiny.model(1, "llama", **BASE)
+    scaled = tiny.write_gguf(model, tmp_path / "s.gguf", llama__rope__scaling__type="yarn")
+    with pytest.raises(ModelStoreError, match="scaled RoPE in GGUF is not supported"):
+        load(scaled, ENGINE, cache=tmp_path)
+    plain = tiny.write_gguf(model, tmp_path / "p.gguf", llama__rope__scaling__type="none")
+    assert load(plain, ENGINE, cache=tmp_path).config.rope.kind == "default"
