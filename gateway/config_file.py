@@ -129,7 +129,9 @@ def validated(source: Source, model: type[M]) -> tuple[M | None, list[Mistake]]:
     except ValidationError as error:
         details = [detail for detail in error.errors(include_url=False) if not _follows(detail)]
         found = [mistake for detail in details for mistake in _mistakes(detail, model)]
-        return None, [_located(replace(mistake, path=_untagged(mistake.path, source.data)), source) for mistake in found]
+        return None, [
+            _located(replace(mistake, path=_untagged(mistake.path, source.data)), source) for mistake in found
+        ]
 
 
 def _untagged(path: yaml_source.Path, data: Any) -> yaml_source.Path:
