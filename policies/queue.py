@@ -6,8 +6,7 @@ Rules
 - The policy decides the order; this class owns who is queued and who runs, so a policy can be replaced at any moment
   and a failing one can lose nothing.
 - A job leaves exactly once: ``finish`` after it ran, ``discard`` or ``expire`` before.
-- An exception of the policy comes through to the caller; the job concerned is then still queued or running here, and
-  ``swap`` hands it to the next policy.
+- A policy's exception comes through to the caller; its job stays queued or running here, and ``swap`` hands it on.
 - Work is charged to the policy that is live when it is reported, whoever popped the job.
 """
 
