@@ -71,7 +71,7 @@ class PolicyConfigError(ValueError):
 class PolicyConfig(BaseModel):
     """Base of every policy's config model: unknown keys are errors, values are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class NoConfig(PolicyConfig):

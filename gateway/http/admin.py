@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import json
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,8 +25,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.config_file import ConfigErrors
+from gateway.console_data import ConsoleData
 from gateway.errors import ApiError, bad_request, forbidden
+from gateway.http.console.app import ROOT as CONSOLE
+from gateway.http.console.app import console_app
+from gateway.http.locality import host_name, is_loopback
 from gateway.http.middleware import error_response, exception_handlers, guard
+from gateway.policy_view import without_secrets
 from gateway.purge import purge
 from gateway.settings import Admin, PolicyUse
 from gateway.timed import unwrap
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
     from gateway.service import Gateway
 
 MAX_BODY_BYTES = 256 * 1024
-_SECRET = re.compile(r"key|secret|hash|token|password", re.IGNORECASE)
-_NOT_SECRET = ("_env", "_file", "_claim", "_cost", "_url")
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -57,22 +58,37 @@ def admin_app(gateway: Gateway) -> ASGIApp:
         Route("/admin/policies", api.swap, methods=["POST"]),
         Route("/admin/queue", api.queue, methods=["GET"]),
         Route("/admin/workers", api.workers, methods=["GET"]),
+        Route("/admin/overview", api.overview, methods=["GET"]),
     ]
     app = Starlette(routes=routes, exception_handlers=exception_handlers())
     app.router.redirect_slashes = False
     token = admin_token(gateway.settings.admin, gateway.env)
-    return guard(_Gate(app, token), max_body_bytes=MAX_BODY_BYTES)
+    routed = _Console(console_app(gateway, token), _Gate(app, token))
+    return guard(routed, max_body_bytes=MAX_BODY_BYTES)
 
 
 def admin_token(admin: Admin, env: Mapping[str, str]) -> str:
     """The token, empty when there is none. Raises ValueError where the listener would then be open to the network."""
     token = env.get(admin.token_env, "") if admin.token_env else ""
-    if not token and not _is_loopback(admin.host):
+    if not token and not is_loopback(admin.host):
         raise ValueError(
             f"admin.host: {admin.host!r} can be reached from elsewhere; set the variable "
             f"{admin.token_env or 'that admin.token_env names'} to a token, or listen on 127.0.0.1"
         )
     return token
+
+
+class _Console:
+    """Passes what is below ``/console`` to the console, which has its own rules for browsers."""
+
+    def __init__(self, console: ASGIApp, app: ASGIApp) -> None:
+        self._console = console
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        inside = path == CONSOLE or path.startswith(f"{CONSOLE}/")
+        await (self._console if inside else self._app)(scope, receive, send)
 
 
 class _Gate:
@@ -103,9 +119,9 @@ class _Gate:
 
     @staticmethod
     def _local(request: Request) -> ApiError | None:
-        if request.client is None or not _is_loopback(request.client.host):
+        if request.client is None or not is_loopback(request.client.host):
             return forbidden("Without an admin token only this machine may ask.", code="not_local")
-        if "origin" in request.headers or not _is_loopback(_host_name(request.headers.get("host", ""))):
+        if "origin" in request.headers or not is_loopback(host_name(request.headers.get("host", ""))):
             return forbidden("Without an admin token requests from web pages are refused.", code="foreign_origin")
         return None
 
@@ -175,6 +191,9 @@ class _Api:
     async def queue(self, _: Request) -> Response:
         return JSONResponse({"models": [dispatcher.snapshot() for dispatcher in self._parts.dispatchers.values()]})
 
+    async def overview(self, _: Request) -> Response:
+        return JSONResponse(ConsoleData(self._gateway).overview().as_json())
+
     async def workers(self, _: Request) -> Response:
         return JSONResponse({"workers": self._gateway.workers()})
 
@@ -192,7 +211,7 @@ class _Api:
         return {
             "generation": current.generation,
             "policies": {
-                kind: {"use": use.use, "with": _without_secrets(use.with_)} for kind, use in current.uses.items()
+                kind: {"use": use.use, "with": without_secrets(use.with_)} for kind, use in current.uses.items()
             },
         }
 
@@ -220,28 +239,3 @@ def _changes(body: Mapping[str, Any]) -> dict[Kind, PolicyUse]:
             path = ".".join(map(str, (kind, *detail["loc"])))
             raise bad_request(f"{path}: {detail['msg']}", param=path) from None
     return changes
-
-
-def _without_secrets(value: Any, name: str = "") -> Any:
-    """A policy's settings as they may be shown: whatever is named like a secret is masked."""
-    if isinstance(value, Mapping):
-        return {key: _without_secrets(inner, str(key)) for key, inner in value.items()}
-    if _SECRET.search(name) and not name.endswith(_NOT_SECRET) and value is not None:
-        return "***"
-    return [_without_secrets(inner, name) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _host_name(host: str) -> str:
-    """``[::1]:8081`` → ``::1``, ``localhost:8081`` → ``localhost``."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
-
-
-def _is_loopback(host: str) -> bool:
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

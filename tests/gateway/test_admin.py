@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.http.admin import _without_secrets
+from gateway.policy_view import without_secrets
 from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Site, pool, until
 from workers.testing import Echo
@@ -91,7 +91,7 @@ async def test_what_it_shows(start: Start) -> None:
 
 
 async def test_secrets_of_a_policy_are_masked() -> None:
-    shown = _without_secrets({"keys": [{"hash": "abc", "tenant": "t"}], "token": "x", "key_env": "E", "input_cost": 1})
+    shown = without_secrets({"keys": [{"hash": "abc", "tenant": "t"}], "token": "x", "key_env": "E", "input_cost": 1})
     assert "abc" not in json.dumps(shown)
     assert shown["token"] == "***"
     assert (shown["key_env"], shown["input_cost"]) == ("E", 1)

@@ -1,0 +1,176 @@
+"""What an operator may do from the console: purge, drain, end a request, check and swap policies, reload.
+
+Each action takes the form's fields and returns what came of it; refusals are ApiError. Every action is logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gateway import log, policy_view, yaml_source
+from gateway.config_file import ConfigErrors
+from gateway.console_data import ConsoleData
+from gateway.errors import ApiError, bad_request
+from gateway.purge import purge
+from gateway.settings import PolicyUse
+from gateway.worker_handle import WorkerGoneError
+from policies.spi import KINDS, Kind, PolicyConfigError
+from policies.types import TenantId
+
+if TYPE_CHECKING:
+    from gateway.service import Gateway
+
+_log = log.get("console")
+
+Fields = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of an action."""
+
+    title: str
+    ok: bool = True
+    text: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
+    receipt: Mapping[str, Any] | None = None
+    """Shown as JSON, to be kept."""
+    mistakes: tuple[tuple[str, str], ...] = ()
+    """(path, what is wrong)."""
+    status: int = 200
+
+
+class Actions:
+    """The actions by name."""
+
+    def __init__(self, gateway: Gateway, data: ConsoleData) -> None:
+        self._gateway = gateway
+        self._parts = gateway.parts
+        self._data = data
+        self._by_name: Mapping[str, Callable[[Fields], Awaitable[Result]]] = {
+            "purge": self._purge,
+            "drain": self._drain,
+            "cancel": self._cancel,
+            "check": self._check,
+            "swap": self._swap,
+            "reload": self._reload,
+        }
+
+    async def run(self, name: str, fields: Fields) -> Result:
+        """Do it. Raises ApiError: 404 for an unknown action, or what the action has against its fields."""
+        action = self._by_name.get(name)
+        if action is None:
+            raise _not_found("There is no such action.", "unknown_action")
+        result = await action(fields)
+        _log.info("console_action", action=name, ok=result.ok, title=result.title)
+        return result
+
+    async def _purge(self, fields: Fields) -> Result:
+        tenant = TenantId(fields.get("tenant", ""))
+        if not self._parts.tenants.knows(tenant):
+            raise _not_found("There is no such tenant.", "unknown_tenant")
+        receipt = await purge(tenant, self._parts.tenants, self._parts.pools, self._parts.secret)
+        body = receipt.body()
+        return Result(
+            f"Cache of {tenant} purged" if receipt.complete else f"Cache of {tenant} is unreachable, blocks remain",
+            ok=receipt.complete,
+            text="Every block is zeroed."
+            if receipt.complete
+            else "No request can reach the old blocks; those in use are zeroed when their requests end.",
+            facts=(
+                ("Zeroed", f"{body['zeroed_blocks']} blocks"),
+                ("Still in use", f"{body['pending_blocks']} blocks"),
+                ("New epoch", str(receipt.epoch)),
+                ("Workers that did not answer", ", ".join(receipt.failed) or "none"),
+            ),
+            receipt=body,
+        )
+
+    async def _drain(self, fields: Fields) -> Result:
+        handle = self._data.worker(fields.get("worker", ""))
+        if handle is None:
+            raise _not_found("There is no such worker.", "unknown_worker")
+        try:
+            handle.drain()
+        except WorkerGoneError as error:
+            raise ApiError(409, f"{error}.", type="invalid_request_error", code="worker_gone") from None
+        return Result(
+            f"{handle.name} drains",
+            text="It takes no new requests and ends when those it has are done. One launched here is then started "
+            "afresh.",
+            facts=(("In flight", str(handle.inflight)),),
+        )
+
+    async def _cancel(self, fields: Fields) -> Result:
+        job = fields.get("job", "")
+        for dispatcher in self._parts.dispatchers.values():
+            if dispatcher.revoke(job):
+                return Result(f"Request {job} ended", text="Its caller was told that the operator ended it.")
+        raise _not_found("That request is over already.", "unknown_request")
+
+    async def _check(self, fields: Fields) -> Result:
+        kind, use = self._wanted(fields)
+        try:
+            self._parts.registry.validate(kind, use.use, use.with_)
+        except PolicyConfigError as error:
+            return _mistaken(error.mistakes)
+        return Result("No mistakes", text=f"{kind}: {use.use} can be swapped in. Nothing was changed.")
+
+    async def _swap(self, fields: Fields) -> Result:
+        try:
+            kind, use = self._wanted(fields)
+            current = await self._parts.runtime.swap({kind: use})
+        except PolicyConfigError as error:
+            return _mistaken(error.mistakes)
+        except ApiError:
+            raise
+        except Exception as error:
+            raise _failed(error) from error
+        return Result(
+            f"{kind} is now {use.use}",
+            text="Every queued request was kept. The next read of the configuration file puts back what it says.",
+            facts=(("Generation", str(current.generation)),),
+        )
+
+    async def _reload(self, fields: Fields) -> Result:
+        try:
+            await self._gateway.reload()
+        except ConfigErrors as error:
+            return _mistaken([("", line) for line in str(error).splitlines()])
+        except PolicyConfigError as error:
+            return _mistaken(error.mistakes)
+        except Exception as error:
+            raise _failed(error) from error
+        generation = self._parts.runtime.current.generation
+        return Result("The configuration file was read again", facts=(("Generation", str(generation)),))
+
+    def _wanted(self, fields: Fields) -> tuple[Kind, PolicyUse]:
+        """The form's policy, with the live secrets where it has masks. Raises ApiError 400, PolicyConfigError."""
+        kind = fields.get("kind", "")
+        if kind not in KINDS:
+            raise bad_request(f"Choose one of {', '.join(KINDS)}.", "kind")
+        source = yaml_source.read(fields.get("with", ""))
+        if source.mistakes:
+            raise PolicyConfigError("not valid YAML", mistakes=[("with", str(mistake)) for mistake in source.mistakes])
+        settings = {} if source.data is None else source.data
+        if not isinstance(settings, dict):
+            raise PolicyConfigError("settings must be a mapping", mistakes=[("with", "must be a mapping, e.g. {}")])
+        use = PolicyUse.model_validate({"use": fields.get("use", ""), "with": settings})
+        return kind, policy_view.restored(kind, use, self._parts.runtime.current)
+
+
+def _mistaken(mistakes: Any) -> Result:
+    return Result("Nothing was changed", ok=False, mistakes=tuple(mistakes), status=422)
+
+
+def _not_found(message: str, code: str) -> ApiError:
+    return ApiError(404, message, type="invalid_request_error", code=code)
+
+
+def _failed(error: Exception) -> ApiError:
+    """The operator's own plugin or file failed: the reason is for them."""
+    return ApiError(
+        409, f"Nothing was changed: {type(error).__name__}: {error}", type="invalid_request_error", code="swap_failed"
+    )

@@ -1,0 +1,22 @@
+"""Whether a host is this machine: who may use the admin listener without a token."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def host_name(host: str) -> str:
+    """``[::1]:8081`` → ``::1``, ``localhost:8081`` → ``localhost``."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address, without port, is this machine's own."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
