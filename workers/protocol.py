@@ -18,7 +18,8 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
+"""2: a ``Cancel`` may name one choice."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -65,10 +66,15 @@ class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
     """How many leading tokens lie in an operator-registered public prefix."""
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Stop all sequences of a request, whatever their state. Unknown ids are ignored."""
+class Cancel(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel"):
+    """Stop all sequences of a request, or one of its choices, whatever their state. Unknown ones are ignored.
+
+    A first choice whose prompt the others wait for ends when the prompt is computed, the others at once.
+    """
 
     id: str
+    index: int | None = None
+    """Which choice; None: all."""
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):

@@ -242,7 +242,7 @@ class Engine:
         if isinstance(message, Generate):
             self._generate(message)
         elif isinstance(message, Cancel):
-            self._news.extend(self.planner.cancel(message.id, self._clock()))
+            self._news.extend(self.planner.cancel(message.id, self._clock(), message.index))
         elif isinstance(message, Purge):
             self._purge(message)
         elif isinstance(message, Drain):

@@ -61,7 +61,7 @@ class Planner:
         self._commit = Commit(self.roster, config.block_size)
         self._ranks: Iterator[int] = count()
         self._open: StepPlan | None = None
-        self._cancels: list[str] = []
+        self._cancels: list[tuple[str, int | None]] = []
 
     def __len__(self) -> int:
         """Unfinished requests."""
@@ -91,15 +91,22 @@ class Planner:
                 self.roster.enter([sequence])
         return sequences
 
-    def cancel(self, request_id: str, now: int = 0) -> list[SequenceOutput]:
-        """End all sequences of a request; their last outputs. Unknown ids: none.
+    def cancel(self, request_id: str, now: int = 0, index: int | None = None) -> list[SequenceOutput]:
+        """End all sequences of a request, or one choice; their last outputs. Unknown ones: none.
 
         Between plan and commit it waits for the commit, which returns the outputs: a device may be writing the blocks.
+        A choice on whose prompt others ride ends by the commit that lets these go.
         """
         if self._open is not None:
-            self._cancels.append(request_id)
+            self._cancels.append((request_id, index))
             return []
-        return self._end(request_id, "cancelled", now, None)
+        if index is not None and any(
+            sequence.index == index and sequence.siblings for sequence in self.roster.requests.get(request_id, ())
+        ):
+            if (request_id, index) not in self._cancels:
+                self._cancels.append((request_id, index))
+            return []
+        return self._end(request_id, "cancelled", now, None, index)
 
     def refuse(self, request_id: str, error: str, now: int = 0) -> list[SequenceOutput]:
         """End all sequences of a request with an error; their last outputs. RuntimeError while a plan is open."""
@@ -107,8 +114,13 @@ class Planner:
             raise RuntimeError("refuse: commit or fail the open plan first")
         return self._end(request_id, "error", now, error)
 
-    def _end(self, request_id: str, finish: FinishReason, now: int, error: str | None) -> list[SequenceOutput]:
-        ended = list(self.roster.requests.get(request_id, ()))
+    def _end(
+        self, request_id: str, finish: FinishReason, now: int, error: str | None, index: int | None = None
+    ) -> list[SequenceOutput]:
+        known = self.roster.requests.get(request_id, ())
+        ended = [sequence for sequence in known if index is None or sequence.index == index]
+        if self._cancels and index is None:
+            self._cancels = [waiting for waiting in self._cancels if waiting[0] != request_id]
         for sequence in ended:
             self.roster.end(sequence, finish, now, error)
         self.roster.sweep()
@@ -174,8 +186,8 @@ class Planner:
     def _cancelled(self, outputs: list[SequenceOutput], now: int) -> list[SequenceOutput]:
         if self._cancels:
             cancels, self._cancels = self._cancels, []
-            for request_id in cancels:
-                outputs.extend(self._end(request_id, "cancelled", now, None))
+            for request_id, index in cancels:
+                outputs.extend(self.cancel(request_id, now, index))
         return outputs
 
     def purge(self, scopes: Collection[bytes]) -> PurgeTicket:

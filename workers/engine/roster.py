@@ -188,18 +188,27 @@ class Roster:
         sequence.finish = finish
         sequence.error = error
         sequence.finished_ns = now
+        living = self.requests[sequence.id]
+        living.remove(sequence)
         if not self.waiting.discard(sequence):
             self._gone.add(sequence)
             if sequence.blocks:
                 self.riders -= len(sequence.siblings)
+            else:
+                self._alight(sequence, living)
         self._release(sequence)
         self.purges.ended(sequence)
         self.service.leave(sequence.tenant_key)
-        living = self.requests[sequence.id]
-        living.remove(sequence)
         if not living:
             del self.requests[sequence.id]
         self.archive(sequence)
+
+    def _alight(self, rider: Sequence, living: list[Sequence]) -> None:
+        """An unforked choice leaves its lead, if that goes on."""
+        for lead in living:
+            if rider in lead.siblings:
+                lead.siblings.remove(rider)
+                self.riders -= bool(lead.blocks)
 
     def archive(self, sequence: Sequence) -> None:
         """Keep the record of a sequence that has ended."""

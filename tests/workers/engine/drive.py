@@ -88,8 +88,8 @@ class Drive:
         self.planner.check()
         return plan
 
-    def cancel(self, name: str) -> None:
-        self.take(self.planner.cancel(name, self.now))
+    def cancel(self, name: str, index: int | None = None) -> None:
+        self.take(self.planner.cancel(name, self.now, index))
 
     def run(self, limit: int = 20_000) -> None:
         """Until idle; then nothing may be left in use and every choice must equal its solo run."""

@@ -89,6 +89,29 @@ class PlannerMachine(RuleBasedStateMachine):
         self.drive.cancel(self.pick(data))
 
     @precondition(lambda self: len(self.drive.planner))
+    @rule(data=st.data(), index=st.integers(0, 3))
+    def cancel_one_choice(self, data: st.DataObject, index: int) -> None:
+        name = self.pick(data)
+        living = self.drive.planner.roster.requests[name]
+        before = {sequence.index for sequence in living}
+        lead = next((sequence for sequence in living if sequence.siblings), None)
+        self.drive.cancel(name, index)
+        after = {sequence.index for sequence in self.drive.planner.roster.requests.get(name, ())}
+        assert after == (before if lead is not None and lead.index == index else before - {index})
+
+    @precondition(lambda self: len(self.drive.planner))
+    @rule(data=st.data(), index=st.integers(0, 2))
+    def cancel_one_choice_inside_a_step(self, data: st.DataObject, index: int) -> None:
+        name = self.pick(data)
+        drive = self.drive
+        plan = drive.planner.plan(drive.now)
+        assert plan is not None
+        assert drive.planner.cancel(name, drive.now, index) == []
+        drive.take(drive.planner.commit(plan, drive.runner.run(plan), drive.now))
+        left = drive.planner.roster.requests.get(name, ())
+        assert all(sequence.index != index or sequence.siblings for sequence in left)
+
+    @precondition(lambda self: len(self.drive.planner))
     @rule(data=st.data())
     def cancel_inside_a_step(self, data: st.DataObject) -> None:
         name = self.pick(data)

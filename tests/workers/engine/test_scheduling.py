@@ -188,6 +188,37 @@ def test_cancel_in_every_state() -> None:
         drive.idle()
 
 
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_cancel_of_one_choice_in_every_state(index: int) -> None:
+    """Waiting, in the prompt, riding, forked, preempted: only it ends, its blocks come back, the others go on."""
+    for steps in range(9):
+        drive = Drive(blocks=10, block_size=2, max_step_tokens=4)
+        drive.add(request("a", 6, 10, n=3), request("b", 6, 8))
+        for _ in range(steps):
+            drive.step()
+        drive.cancel("a", index)
+        drive.cancel("a", 7)
+        drive.cancel("unknown", 0)
+        drive.planner.check()
+        drive.run()
+        others = {choice: last.finish for choice, last in drive.last.items() if choice != ("a", index)}
+        assert set(others.values()) == {"length"}
+        assert drive.last["a", index].finish == "cancelled"
+        assert len(drive.tokens["a", index]) < 10
+
+
+def test_a_cancelled_first_choice_still_computes_the_prompt_of_the_others() -> None:
+    drive = Drive(max_step_tokens=4)
+    drive.add(request("a", 10, 6, n=2))
+    drive.step()
+    drive.cancel("a", 0)
+    assert drive.last == {}, "the other choice waits for its prompt"
+    drive.run()
+    assert len(drive.tokens["a", 0]) == 1, "it ends with the commit that gives the first token"
+    assert drive.last["a", 0].prompt_computed == 10
+    assert len(drive.tokens["a", 1]) == 6
+
+
 class Stingy:
     """A runner that gives no token in some steps."""
 
