@@ -37,14 +37,19 @@ class AdminClient:
             raise UserError(f"--url: {url!r} is not an http:// or https:// address.", code=2)
         return cls(url.rstrip("/"), token)
 
+    def get(self, path: str) -> Any:
+        """GET; the parsed answer. Raises UserError as ``post`` does."""
+        return self._ask("GET", path, None)
+
     def post(self, path: str, body: Any) -> Any:
         """POST JSON; the parsed answer. Raises UserError with what the gateway says, or why it cannot be reached."""
-        headers = {"content-type": "application/json"}
+        return self._ask("POST", path, json.dumps(body).encode())
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> Any:
+        headers = {} if body is None else {"content-type": "application/json"}
         if self.token:
             headers["authorization"] = f"Bearer {self.token}"
-        request = urllib.request.Request(  # noqa: S310 - the scheme is checked above
-            self.url + path, json.dumps(body).encode(), headers, method="POST"
-        )
+        request = urllib.request.Request(self.url + path, body, headers, method=method)  # noqa: S310 - checked above
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
                 return json.load(answer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gateway.cli import bench, config, doctor, model, plugins, serve, token, worker
+from gateway.cli import bench, config, doctor, model, plugins, serve, token, top, worker
 
 app = typer.Typer(
     name="forebay",
@@ -23,3 +23,4 @@ plugins.register(app)
 doctor.register(app)
 model.register(app)
 bench.register(app)
+top.register(app)

@@ -147,7 +147,12 @@ def _write_ready(path: Path, base_url: str, admin_url: str) -> None:
 
 def _banner(start: Start, base_url: str, admin_url: str) -> str:
     """What a person needs next. Tokens are shown only with ``--dev``, where the key is this machine's own."""
-    lines = ["", f"  Base URL   {base_url}/v1", f"  Admin      {admin_url}  (/metrics, /admin/workers, /admin/queue)"]
+    lines = [
+        "",
+        f"  Base URL   {base_url}/v1",
+        f"  Console    {admin_url}/console",
+        f"  Admin      {admin_url}  (/metrics, /admin/workers, /admin/queue)",
+    ]
     tokens = _tokens(start) if start.dev else {}
     if tokens:
         lines += ["", "  Tokens (good for a day; `forebay token --tenant ID` makes more)"]
