@@ -64,7 +64,7 @@ class CounterScheduler(ABC):
         self._last_left: TenantId | None = None
         self._resumed: set[TenantId] = set()
         self._sweep_at = IDLE_KEPT
-        self._pick: tuple[JobId, float, int] | None = None
+        self._pick: tuple[Job, float, int] | None = None
 
     # -- what a subclass decides ----------------------------------------------------------------------------------
 
@@ -104,12 +104,9 @@ class CounterScheduler(ABC):
         if tenant is None:
             return None
         counter = self._counters[tenant]
-        job = self._lines.head(tenant)
-        self._pick = (job.id, counter, len(self._waiting))
-        cost = self._paid.take(job, self._lengths.expect(job), self._cached(job))
-        self._lengths.begin(job)
-        self._lines.pop(tenant)
-        self._count(job, cost)
+        job = self._lines.pop(tenant)
+        self._pick = (job, counter, len(self._waiting))
+        self._count(job, self._paid.take(job, self._lengths.begin(job), self._cached(job)))
         self._picked(job, counter)
         self._leave_if_empty(tenant)
         return job
@@ -183,7 +180,7 @@ class CounterScheduler(ABC):
 
     def explain(self, job: Job) -> Pick:
         """Its counter, and why that made it the next."""
-        if self._pick is None or self._pick[0] != job.id:
+        if self._pick is None or self._pick[0].id != job.id:
             return Pick("not picked last")
         _, counter, tenants = self._pick
         return Pick(self._why(counter, tenants), counter)

@@ -52,6 +52,8 @@ class Floors(Generic[G]):
 
         ``ordinary``: it was started in the group's ordinary turn, not because it was due.
         """
+        if not self._shares:
+            return
         for waiting in self._waiting:
             self._credit[waiting] += self._shares[waiting] * cost
         if group in self._shares:

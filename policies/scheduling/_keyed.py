@@ -4,7 +4,8 @@ Rules
 - A line is a flow: a tenant, or a (class, tenant). Within it the smallest key goes first, equal keys in order of
   arrival; returned jobs stand before all others, the last returned first.
 - Between flows it is the heads' keys that count, also a returned one's: it goes first in its own flow only.
-- Heaps with lazy removal: O(log n) per operation; stale entries are swept when they outnumber the live ones.
+- A line is a heap whose first entry is always live; stale ones further down are swept when they outnumber the live.
+  O(log n) per operation.
 """
 
 from __future__ import annotations
@@ -18,28 +19,9 @@ from policies.types import Job, JobId
 
 F = TypeVar("F", bound=Hashable)
 
-
-class _Entry(Generic[F]):
-    """A queued job. ``item`` is its live heap entry: (place, order, job id); another one with its id is stale."""
-
-    __slots__ = ("flow", "item", "job", "key", "order")
-
-    def __init__(self, flow: F, job: Job, key: Any, order: int, item: tuple[Any, int, JobId]) -> None:
-        self.flow = flow
-        self.job = job
-        self.key = key
-        self.order = order
-        self.item = item
-
-
-class _Flow:
-    """One line: its heap, and how many of the heap's entries are live."""
-
-    __slots__ = ("heap", "live")
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[Any, int, JobId]] = []
-        self.live = 0
+# (0 for a returned job else 1, its place among those, order of arrival, job, flow, key). The order is unique, so that a
+# comparison ends there. An entry is live while it is the one in ``_jobs``.
+_Entry = tuple[int, Any, int, Job, F, Any]
 
 
 class KeyedLines(Generic[F]):
@@ -47,110 +29,120 @@ class KeyedLines(Generic[F]):
 
     def __init__(self) -> None:
         self._jobs: dict[JobId, _Entry[F]] = {}
-        self._flows: dict[F, _Flow] = {}
+        self._heaps: dict[F, list[_Entry[F]]] = {}
         self._back = 0
         self._front = 0
+        self._stale = 0
 
     def push(self, flow: F, job: Job, key: Any) -> bool:
         """True when it becomes the flow's head. Raises ValueError for an id that is already queued."""
-        self._back += 1
-        return self._insert(flow, job, key, self._back, (1, key))
+        self._back = order = self._back + 1
+        return self._insert((1, key, order, job, flow, key))
 
     def push_front(self, flow: F, job: Job, key: Any) -> bool:
         """Put before all others of its flow: always its head. Raises ValueError likewise."""
-        self._front -= 1
-        return self._insert(flow, job, key, self._front, (0, self._front))
+        self._front = order = self._front - 1
+        return self._insert((0, order, order, job, flow, key))
 
     def rekey(self, job_id: JobId, key: Any) -> bool:
-        """Change the key of a queued job; True when its flow's head or the head's key may have changed."""
-        entry = self._jobs[job_id]
-        if entry.key == key:
+        """Change the key of a queued job; True when its flow's head or the head's key changed."""
+        old = self._jobs[job_id]
+        if old[5] == key:
             return False
-        before = self._head(entry.flow)
-        entry.key = key
-        if entry.order >= 0:
-            entry.item = ((1, key), entry.order, job_id)
-            self._heap_push(self._flows[entry.flow], entry.item)
-        return entry is before or self._head(entry.flow) is entry
+        fresh = (old[0], key if old[0] else old[1], old[2], old[3], old[4], key)
+        self._jobs[job_id] = fresh
+        heap = self._heaps[old[4]]
+        was_head = heap[0] is old
+        if was_head:
+            heapq.heapreplace(heap, fresh)
+            self._tidy(heap)
+        else:
+            heapq.heappush(heap, fresh)
+            self._outdated()
+        return was_head or self._heaps[old[4]][0] is fresh
 
     def head(self, flow: F) -> Job:
         """The first job of a flow that has a line."""
-        return self._head(flow).job
+        return self._heaps[flow][0][3]
 
     def head_key(self, flow: F) -> Any:
         """Its key."""
-        return self._head(flow).key
+        return self._heaps[flow][0][5]
 
     def pop(self, flow: F) -> Job:
         """Remove and return the first job of a flow that has a line."""
-        entry = self._head(flow)
-        heapq.heappop(self._flows[flow].heap)
-        self._remove(entry)
-        return entry.job
+        heap = self._heaps[flow]
+        job = heapq.heappop(heap)[3]
+        del self._jobs[job.id]
+        if self._stale:
+            self._tidy(heap)
+        if not heap:
+            del self._heaps[flow]
+        return job
 
     def discard(self, job_id: JobId) -> tuple[F, Job] | None:
         """Remove a job wherever it stands; None when it is not queued."""
         entry = self._jobs.get(job_id)
         if entry is None:
             return None
-        self._remove(entry)
-        return entry.flow, entry.job
+        flow, job = entry[4], entry[3]
+        if self._heaps[flow][0] is entry:
+            self.pop(flow)
+        else:
+            del self._jobs[job_id]
+            self._outdated()
+        return flow, job
 
     def drain(self) -> list[Job]:
         """Remove and return all jobs in order of arrival, returned ones first. O(n log n)."""
-        entries = sorted(self._jobs.values(), key=lambda entry: entry.order)
+        entries = sorted(self._jobs.values(), key=lambda entry: entry[2])
         self._jobs.clear()
-        self._flows.clear()
-        return [entry.job for entry in entries]
+        self._heaps.clear()
+        self._stale = 0
+        return [entry[3] for entry in entries]
 
     def has(self, flow: F) -> bool:
         """Whether the flow has queued jobs."""
-        return flow in self._flows
+        return flow in self._heaps
 
     def get(self, job_id: JobId) -> Job | None:
         """The job, if it is queued."""
         entry = self._jobs.get(job_id)
-        return None if entry is None else entry.job
+        return None if entry is None else entry[3]
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[F]:
-        return iter(self._flows)
+        return iter(self._heaps)
 
-    def _insert(self, flow: F, job: Job, key: Any, order: int, place: Any) -> bool:
+    def _insert(self, entry: _Entry[F]) -> bool:
+        job = entry[3]
         if job.id in self._jobs:
             raise ValueError(f"job {job.id!r} is already queued")
-        line = self._flows.get(flow)
-        if line is None:
-            line = self._flows[flow] = _Flow()
-        item = (place, order, job.id)
-        self._jobs[job.id] = _Entry(flow, job, key, order, item)
-        line.live += 1
-        self._heap_push(line, item)
-        return self._head(flow).item is item
+        self._jobs[job.id] = entry
+        heap = self._heaps.get(entry[4])
+        if heap is None:
+            self._heaps[entry[4]] = [entry]
+            return True
+        heapq.heappush(heap, entry)
+        return heap[0] is entry
 
-    def _remove(self, entry: _Entry[F]) -> None:
-        del self._jobs[entry.job.id]
-        line = self._flows[entry.flow]
-        line.live -= 1
-        if not line.live:
-            del self._flows[entry.flow]
-
-    def _head(self, flow: F) -> _Entry[F]:
-        heap = self._flows[flow].heap
-        while True:
-            item = heap[0]
-            entry = self._jobs.get(item[2])
-            if entry is not None and entry.item is item:
-                return entry
+    def _tidy(self, heap: list[_Entry[F]]) -> None:
+        """Take stale entries off the top."""
+        while heap and self._jobs.get(heap[0][3].id) is not heap[0]:
             heapq.heappop(heap)
+            self._stale -= 1
 
-    def _heap_push(self, line: _Flow, item: tuple[Any, int, JobId]) -> None:
-        heapq.heappush(line.heap, item)
-        if len(line.heap) > 2 * line.live + 64:
-            line.heap = [old for old in line.heap if (e := self._jobs.get(old[2])) is not None and e.item is old]
-            heapq.heapify(line.heap)
+    def _outdated(self) -> None:
+        """One more stale entry lies somewhere. Amortised O(1)."""
+        self._stale += 1
+        if self._stale > len(self._jobs) + 64:
+            for flow, heap in self._heaps.items():
+                live = [entry for entry in heap if self._jobs.get(entry[3].id) is entry]
+                heapq.heapify(live)
+                self._heaps[flow] = live
+            self._stale = 0
 
 
 class KeyedHeads(Generic[F]):

@@ -11,7 +11,6 @@ Rules
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -45,22 +44,24 @@ class _Series:
 
     __slots__ = ("mean", "ranked", "recent")
 
-    def __init__(self) -> None:
-        self.mean: float | None = None
-        self.recent: deque[int] = deque()
-        self.ranked: list[int] = []
+    def __init__(self, first: int) -> None:
+        self.mean = float(first)
+        self.recent = deque((first,), WINDOW)
+        self.ranked: list[int] | None = None
 
     def add(self, length: int) -> None:
-        self.mean = length if self.mean is None else self.mean + _ALPHA * (length - self.mean)
-        if len(self.recent) == WINDOW:
-            oldest = self.recent.popleft()
-            del self.ranked[bisect_left(self.ranked, oldest)]
+        self.mean += _ALPHA * (length - self.mean)
         self.recent.append(length)
-        insort(self.ranked, length)
+        self.ranked = None
+
+    def quantile(self, part: float) -> int:
+        if self.ranked is None:
+            self.ranked = sorted(self.recent)
+        return self.ranked[int(part * len(self.ranked))]
 
 
 class Lengths:
-    """See the module's rules. O(1) per call, O(``WINDOW``) for a final charge."""
+    """See the module's rules. O(1) per call; a quantile costs O(``WINDOW``) once per new length."""
 
     def __init__(self, predict: Predict = "mean", quantile: float = 0.8) -> None:
         self._predict = predict
@@ -74,16 +75,16 @@ class Lengths:
         if self._predict == "none":
             return 0
         series = self._series.get((job.tenant, job.model)) if self._learns else None
-        if series is None or series.mean is None:
+        if series is None:
             return job.max_tokens
-        if self._predict == "mean":
-            return min(job.max_tokens, math.ceil(series.mean))
-        return min(job.max_tokens, series.ranked[int(self._quantile * len(series.ranked))])
+        expected = math.ceil(series.mean) if self._predict == "mean" else series.quantile(self._quantile)
+        return min(job.max_tokens, expected)
 
-    def begin(self, job: Job) -> None:
-        """It was dispatched (again, perhaps)."""
+    def begin(self, job: Job) -> int:
+        """It is dispatched (again, perhaps); returns what it is expected to produce."""
         if self._learns:
             self._produced.setdefault(job.id, 0)
+        return self.expect(job)
 
     def note(self, job: Job, output: int, final: bool) -> None:
         """It produced ``output`` more tokens."""
@@ -121,12 +122,12 @@ class Lengths:
         key = (tenant, model)
         series = self._series.get(key)
         if series is None:
-            series = self._series[key] = _Series()
+            self._series[key] = _Series(length)
             if len(self._series) > MAX_SERIES:
                 self._series.popitem(last=False)
         else:
             self._series.move_to_end(key)
-        series.add(length)
+            series.add(length)
 
 
 def _is_row(row: Any) -> bool:

@@ -3,67 +3,95 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 from policies.types import Job, JobId, TenantId
 
+_FEW = 32
+
 
 class Lines:
-    """Queued jobs in one FIFO line per tenant. Every operation is O(1), except ``drain``."""
+    """Queued jobs in one FIFO line per tenant. Every operation is (amortised) O(1), except ``drain``.
+
+    The first entry of a line is always live; entries of jobs that were discarded further back are swept when they
+    outnumber the live ones.
+    """
 
     def __init__(self) -> None:
-        self._lines: dict[TenantId, OrderedDict[JobId, tuple[int, Job]]] = {}
-        self._tenant_of: dict[JobId, TenantId] = {}
+        self._lines: dict[TenantId, deque[tuple[int, Job]]] = {}
+        self._jobs: dict[JobId, tuple[int, Job]] = {}
         self._back = 0
         self._front = 0
+        self._stale = 0
 
     def push(self, job: Job) -> bool:
         """Append; True when this opens the tenant's line. Raises ValueError for an id that is already queued."""
-        self._back += 1
-        return self._insert(job, self._back)
+        job_id = job.id
+        if job_id in self._jobs:
+            raise ValueError(f"job {job_id!r} is already queued")
+        self._back = order = self._back + 1
+        entry = self._jobs[job_id] = (order, job)
+        line = self._lines.get(job.tenant)
+        if line is None:
+            self._lines[job.tenant] = deque((entry,))
+            return True
+        line.append(entry)
+        return False
 
     def push_front(self, job: Job) -> bool:
-        """Put before all others of its tenant; True when this opens the tenant's line. Raises ValueError likewise."""
-        self._front -= 1
-        opened = self._insert(job, self._front)
-        self._lines[job.tenant].move_to_end(job.id, last=False)
-        return opened
+        """Put before all others of its tenant: always its head. Raises ValueError likewise."""
+        if job.id in self._jobs:
+            raise ValueError(f"job {job.id!r} is already queued")
+        self._front = order = self._front - 1
+        entry = self._jobs[job.id] = (order, job)
+        line = self._lines.get(job.tenant)
+        if line is None:
+            self._lines[job.tenant] = deque((entry,))
+        else:
+            line.appendleft(entry)
+        return True
 
     def head(self, tenant: TenantId) -> Job:
         """The first job of a tenant that has a line."""
-        return self._head(tenant)[1]
+        return self._lines[tenant][0][1]
 
     def head_order(self, tenant: TenantId) -> int:
         """The place of that job among all: smaller came first, returned jobs are negative."""
-        return self._head(tenant)[0]
+        return self._lines[tenant][0][0]
 
     def pop(self, tenant: TenantId) -> Job:
         """Remove and return the first job of a tenant that has a line."""
         line = self._lines[tenant]
-        job_id, (_, job) = line.popitem(last=False)
-        del self._tenant_of[job_id]
+        job = line.popleft()[1]
+        del self._jobs[job.id]
+        if self._stale:
+            self._tidy(line)
         if not line:
             del self._lines[tenant]
         return job
 
     def discard(self, job_id: JobId) -> Job | None:
         """Remove a job wherever it stands; None when it is not queued."""
-        tenant = self._tenant_of.pop(job_id, None)
-        if tenant is None:
+        entry = self._jobs.get(job_id)
+        if entry is None:
             return None
-        line = self._lines[tenant]
-        _, job = line.pop(job_id)
-        if not line:
-            del self._lines[tenant]
+        job = entry[1]
+        if self._lines[job.tenant][0] is entry:
+            return self.pop(job.tenant)
+        del self._jobs[job_id]
+        self._stale += 1
+        if self._stale > len(self._jobs) + _FEW:
+            self._sweep()
         return job
 
     def drain(self) -> list[Job]:
         """Remove and return all jobs in order of arrival, returned ones first. O(n log n)."""
-        entries = sorted((entry for line in self._lines.values() for entry in line.values()), key=lambda e: e[0])
+        entries = sorted(self._jobs.values(), key=lambda entry: entry[0])
         self._lines.clear()
-        self._tenant_of.clear()
+        self._jobs.clear()
+        self._stale = 0
         return [job for _, job in entries]
 
     def tenants(self) -> Iterator[TenantId]:
@@ -75,25 +103,21 @@ class Lines:
         return tenant in self._lines
 
     def __len__(self) -> int:
-        return len(self._tenant_of)
+        return len(self._jobs)
 
-    def _head(self, tenant: TenantId) -> tuple[int, Job]:
-        return next(iter(self._lines[tenant].values()))
+    def _tidy(self, line: deque[tuple[int, Job]]) -> None:
+        """Take stale entries off the front."""
+        while line and self._jobs.get(line[0][1].id) is not line[0]:
+            line.popleft()
+            self._stale -= 1
 
-    def _insert(self, job: Job, order: int) -> bool:
-        if job.id in self._tenant_of:
-            raise ValueError(f"job {job.id!r} is already queued")
-        line = self._lines.get(job.tenant)
-        opened = line is None
-        if line is None:
-            line = self._lines[job.tenant] = OrderedDict()
-        line[job.id] = (order, job)
-        self._tenant_of[job.id] = job.tenant
-        return opened
+    def _sweep(self) -> None:
+        for tenant, line in self._lines.items():
+            self._lines[tenant] = deque(entry for entry in line if self._jobs.get(entry[1].id) is entry)
+        self._stale = 0
 
 
 K = TypeVar("K", bound=Hashable)
-_FEW = 32
 
 
 class Ranking(Generic[K]):
@@ -128,7 +152,13 @@ class Ranking(Generic[K]):
 
     def first(self, accept: Callable[[K], bool]) -> K | None:
         """The first key in order of rank that ``accept`` takes; None when it takes none. O(k log n) for k asked."""
-        refused: list[tuple[Any, int, K]] = []
+        if not self._rank:
+            return None
+        self._settle()
+        key = self._heap[0][2]
+        if accept(key):
+            return key
+        refused = [heapq.heappop(self._heap)]
         try:
             while self._rank and len(refused) < len(self._rank):
                 self._settle()

@@ -7,21 +7,22 @@ Rules
   operator lets them share a scope.
 - The hot set is closed under prefixes (a chain is touched deepest first, the least recently touched key goes), so a
   match is found by bisection.
-- A queued job watches the first key of its chain that is not hot. Each dispatch with that key moves at most ``MOVED``
-  of those that watch it, oldest first: enough that the next job of a hot prefix is always known, and no burst when
-  thousands wait for it. A match that shrank, because keys were forgotten, is corrected when its job comes up.
+- A queued job watches the first key of its chain that is not hot. Each dispatch has ``MOVED`` of the jobs that watch
+  its keys looked at again, those that know least and came first before the others: so the next job of a hot prefix
+  is known, and there is no burst when thousands wait for it. A match that shrank, because keys were forgotten, is
+  corrected when its job comes up.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from policies.scheduling._keyed import KeyedLines
 from policies.types import Job, JobId, PrefixKey, TenantId
 
-MOVED = 16
+MOVED = 2
 
 
 class HotPrefixes:
@@ -30,6 +31,8 @@ class HotPrefixes:
     def __init__(self, max_keys: int) -> None:
         self._max = max_keys
         self._keys: OrderedDict[PrefixKey, None] = OrderedDict()
+        self.forgot = False
+        """Whether any key was ever forgotten: else no match can shrink."""
 
     def touch(self, keys: Sequence[PrefixKey]) -> None:
         """A job with this chain was dispatched."""
@@ -39,10 +42,11 @@ class HotPrefixes:
             hot.move_to_end(key)
         while len(hot) > self._max:
             hot.popitem(last=False)
+            self.forgot = True
 
-    def depth(self, keys: Sequence[PrefixKey]) -> int:
-        """How many keys of the chain are hot, from its start."""
-        low, high = 0, len(keys)
+    def depth(self, keys: Sequence[PrefixKey], low: int = 0) -> int:
+        """How many keys of the chain are hot, from its start; at least ``low``."""
+        high = len(keys)
         while low < high:
             middle = (low + high) // 2
             if keys[middle] in self._keys:
@@ -67,14 +71,16 @@ class PrefixLines:
 
     def push(self, job: Job) -> bool:
         """O(log n)."""
-        changed = self._lines.push(job.tenant, job, self._key(job, self._hot.depth(job.prefix_keys)))
-        self._watch(job)
+        depth = self._hot.depth(job.prefix_keys)
+        changed = self._lines.push(job.tenant, job, self._key(job, depth))
+        self._watch(job, depth)
         return changed
 
     def push_front(self, job: Job) -> bool:
         """O(log n)."""
-        changed = self._lines.push_front(job.tenant, job, self._key(job, self._hot.depth(job.prefix_keys)))
-        self._watch(job)
+        depth = self._hot.depth(job.prefix_keys)
+        changed = self._lines.push_front(job.tenant, job, self._key(job, depth))
+        self._watch(job, depth)
         return changed
 
     def head(self, tenant: TenantId) -> Job:
@@ -115,46 +121,62 @@ class PrefixLines:
             return set()
         self._hot.touch(keys)
         moved: list[JobId] = []
+        watched = self._watched
         for key in keys:
-            watching = self._watched.get(key)
-            if watching:
-                moved.extend(islice(watching, MOVED))
-        return self._look_again(moved)
+            if key in watched:
+                moved.extend(islice(watched[key], MOVED - len(moved)))
+                if len(moved) == MOVED:
+                    break
+        changed = set()
+        for job_id in moved:
+            if self._look_again(job_id, self._depths[job_id] + 1):  # the key that it watched is hot now
+                changed.add(self._job(job_id).tenant)
+        return changed
 
     def shrunk(self, tenant: TenantId) -> bool:
         """Correct the head's match if keys of it were forgotten; True when that changed anything."""
         job = self._lines.head(tenant)
         if self._hot.depth(job.prefix_keys) >= self._depths.get(job.id, 0):
             return False
-        self._look_again([job.id])
+        self._look_again(job.id, 0)
         return True
 
     def matched(self, job: Job) -> int:
         """Tokens of the job's hot prefix."""
         return self._tokens(job, self._hot.depth(job.prefix_keys))
 
+    @property
+    def forgot(self) -> bool:
+        """Whether a match may have shrunk."""
+        return self._hot.forgot
+
     def __len__(self) -> int:
         return len(self._lines)
 
-    def _look_again(self, job_ids: Iterable[JobId]) -> set[TenantId]:
-        changed: set[TenantId] = set()
-        for job_id in job_ids:
-            job = self._lines.get(job_id)
-            assert job is not None, "a job that left is not watched"
-            self._unwatch(job)
-            depth = self._watch(job)
-            if self._lines.rekey(job_id, self._key(job, depth)):
-                changed.add(job.tenant)
-        return changed
+    def _job(self, job_id: JobId) -> Job:
+        job = self._lines.get(job_id)
+        assert job is not None, "a job that left is not watched"
+        return job
 
-    def _watch(self, job: Job) -> int:
+    def _look_again(self, job_id: JobId, low: int) -> bool:
+        """Match anew, of which ``low`` keys are known to; True when its tenant's head changed."""
+        job = self._job(job_id)
+        self._unwatch(job)
+        depth = self._hot.depth(job.prefix_keys, low)
+        self._watch(job, depth)
+        return self._lines.rekey(job_id, self._key(job, depth))
+
+    def _watch(self, job: Job, depth: int) -> None:
         keys = job.prefix_keys
         if not keys:
-            return 0
-        depth = self._depths[job.id] = self._hot.depth(keys)
+            return
+        self._depths[job.id] = depth
         if depth < len(keys):
-            self._watched.setdefault(keys[depth], {})[job.id] = None
-        return depth
+            watching = self._watched.get(keys[depth])
+            if watching is None:
+                self._watched[keys[depth]] = {job.id: None}
+            else:
+                watching[job.id] = None
 
     def _unwatch(self, job: Job) -> None:
         depth = self._depths.pop(job.id, None)

@@ -106,7 +106,7 @@ class EdfScheduler:
             self._floors.grant(name, share)
         self._paid = Prepaid(config.tariff())
         self._lengths: Lengths = config.lengths()
-        self._pick: tuple[JobId, str] | None = None
+        self._pick: tuple[Job, str, int, float] | None = None
 
     def push(self, job: Job, now: float) -> None:
         """O(log n)."""
@@ -136,12 +136,10 @@ class EdfScheduler:
         job = self._queue.pop(flow)
         self._entered.pop(job.id, None)
         if self._config.floors:
-            cost = self._paid.take(job, self._lengths.expect(job))
-            self._lengths.begin(job)
+            cost = self._paid.take(job, self._lengths.begin(job))
             self._floors.serve(job.service_class, cost, ordinary=not due)
             self._mark(job.service_class)
-        why = f"floor of class {due} is due" if due else f"earliest deadline of {queued} queued that fits"
-        self._pick = (job.id, f"{why}, {self._deadline(job) - now:.1f} s left")
+        self._pick = (job, due, queued, now)
         return job
 
     def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:
@@ -206,9 +204,11 @@ class EdfScheduler:
 
     def explain(self, job: Job) -> Pick:
         """How much time it has."""
-        if self._pick is None or self._pick[0] != job.id:
+        if self._pick is None or self._pick[0].id != job.id:
             return Pick("not picked last")
-        return Pick(self._pick[1])
+        _, due, queued, now = self._pick
+        why = f"floor of class {due[:80]} is due" if due else f"earliest deadline of {queued} queued that fits"
+        return Pick(f"{why}, {self._deadline(job) - now:.1f} s left")
 
     def __len__(self) -> int:
         return len(self._queue)

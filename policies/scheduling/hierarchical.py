@@ -91,7 +91,7 @@ class HierarchicalScheduler:
         self._late: Ranking[TenantId] = Ranking()
         self._inherited: dict[str, Json] = {}
         self._expires = hasattr(make_inner(), "expired")
-        self._pick: tuple[JobId, Pick] | None = None
+        self._pick: tuple[_Seat, Job] | None = None
 
     def push(self, job: Job, now: float) -> None:
         """Into both."""
@@ -131,10 +131,7 @@ class HierarchicalScheduler:
         inside = self._inside[chosen.job.tenant]
         inside.running += 1
         chosen.queued = False
-        within = inside.policy.explain(chosen.inner)
-        outside = self._outer.explain(came_up)
-        why = f"tenant: {outside.picked_because[:95]}; member: {within.picked_because[:85]}"
-        self._pick = (chosen.job.id, Pick(why, outside.virtual_start))
+        self._pick = (chosen, came_up)
         self._note_late(chosen.job.tenant)
         return chosen.job
 
@@ -229,9 +226,13 @@ class HierarchicalScheduler:
 
     def explain(self, job: Job) -> Pick:
         """Why its tenant, and why it within the tenant."""
-        if self._pick is None or self._pick[0] != job.id:
+        if self._pick is None or self._pick[0].job.id != job.id:
             return Pick("not picked last")
-        return self._pick[1]
+        chosen, came_up = self._pick
+        outside = self._outer.explain(came_up)
+        within = self._inside[job.tenant].policy.explain(chosen.inner)
+        why = f"tenant: {outside.picked_because[:95]}; member: {within.picked_because[:85]}"
+        return Pick(why, outside.virtual_start)
 
     def __len__(self) -> int:
         return len(self._outer)

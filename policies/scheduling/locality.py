@@ -51,7 +51,10 @@ class LocalityScheduler(CounterScheduler):
 
     def pop(self, now: float, fits: Fits) -> Job | None:
         """As in ``CounterScheduler``; first the heads at the top are looked at again, since keys may be forgotten."""
-        while (tenant := self._waiting.first(lambda tenant: True)) is not None and self._prefixes.shrunk(tenant):
+        while self._prefixes.forgot:
+            tenant = self._waiting.first(lambda tenant: True)
+            if tenant is None or not self._prefixes.shrunk(tenant):
+                break
             self._waiting.set(tenant, self._rank(tenant, self._counters[tenant]))
         return super().pop(now, fits)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from pydantic import Field, field_validator
 
@@ -49,16 +49,16 @@ class PriorityConfig(PredictingConfig):
 class _Band(VtcScheduler):
     """The jobs of one priority."""
 
-    def __init__(
-        self, priority: int, tariff: Tariff, lengths: Lengths, paid: Prepaid, served: Callable[[int, float], None]
-    ) -> None:
+    def __init__(self, priority: int, tariff: Tariff, lengths: Lengths, paid: Prepaid, floors: Floors[int]) -> None:
         super().__init__(tariff, lengths, paid=paid)
         self.priority = priority
-        self._served = served
+        self.ordinary = False
+        """Whether it is this priority's ordinary turn, not one of its floor."""
+        self._floors = floors
 
     def _count(self, job: Job, cost: float) -> None:
         super()._count(job, cost)
-        self._served(self.priority, cost)
+        self._floors.serve(self.priority, cost, ordinary=self.ordinary)
 
     def relative(self) -> dict[str, float]:
         """Counters above the band's level: those of different bands have nothing else in common."""
@@ -83,9 +83,8 @@ class PriorityScheduler:
         self._serial = 0
         self._floors: Floors[int] = Floors()
         self._granted: set[str] = set()
-        self._ordinary = False
         self._inherited: Json = {}
-        self._pick: tuple[JobId, str] | None = None
+        self._pick: tuple[Job, int, bool] | None = None
 
     def push(self, job: Job, now: float) -> None:
         """O(log n)."""
@@ -126,8 +125,11 @@ class PriorityScheduler:
 
     def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
         """O(1), or O(log tenants) when something is given back."""
-        self._grant(job)
-        self._band(self._at.get(job.id, job.priority)).charge(job, charge, now, final)
+        priority = self._at.get(job.id)
+        if priority is None:  # popped by another policy before a swap
+            self._grant(job)
+            priority = job.priority
+        self._band(priority).charge(job, charge, now, final)
         if final and job.id not in self._aged:
             self._at.pop(job.id, None)
 
@@ -184,25 +186,31 @@ class PriorityScheduler:
 
     def explain(self, job: Job) -> Pick:
         """Its priority, why that was the next, and why the tenant was."""
-        if self._pick is None or self._pick[0] != job.id:
+        if self._pick is None or self._pick[0].id != job.id:
             return Pick("not picked last")
-        pick = self._bands[self._at[job.id]].explain(job)
-        return Pick(f"{self._pick[1]}; {pick.picked_because}", pick.virtual_start)
+        _, priority, due = self._pick
+        why = f"floor of priority {priority} is due" if due else f"priority {priority}"
+        why += f", aged from {job.priority}" if priority != job.priority else ""
+        pick = self._bands[priority].explain(job)
+        return Pick(f"{why}; {pick.picked_because}", pick.virtual_start)
 
     def __len__(self) -> int:
         return len(self._aged)
 
     def _pop(self, priority: int, now: float, fits: Fits, *, due: bool) -> Job | None:
         band = self._bands[priority]
-        self._ordinary = not due
-        job = band.pop(now, fits) if len(band) else None
-        self._ordinary = False
+        if not len(band):
+            return None
+        band.ordinary = not due
+        try:
+            job = band.pop(now, fits)
+        finally:
+            band.ordinary = False
         if job is None:
             return None
         del self._aged[job.id]
         self._mark(priority)
-        why = f"floor of priority {priority} is due" if due else f"priority {priority}"
-        self._pick = (job.id, f"{why}, aged from {job.priority}" if priority != job.priority else why)
+        self._pick = (job, priority, due)
         return job
 
     def _enter(self, job: Job, priority: int, since: float) -> None:
@@ -240,7 +248,7 @@ class PriorityScheduler:
     def _band(self, priority: int) -> _Band:
         band = self._bands.get(priority)
         if band is None:
-            band = _Band(priority, self._tariff, self._lengths, self._paid, self._serve)
+            band = _Band(priority, self._tariff, self._lengths, self._paid, self._floors)
             self._bands[priority] = band
             insort(self._order, -priority)
             if str(priority) in self._named:
@@ -254,9 +262,6 @@ class PriorityScheduler:
             self._granted.add(name)
             self._band(job.priority)
             self._floors.grant(job.priority, self._named[name])
-
-    def _serve(self, priority: int, cost: float) -> None:
-        self._floors.serve(priority, cost, ordinary=self._ordinary)
 
     def _mark(self, priority: int) -> None:
         self._floors.wait(priority, len(self._bands[priority]) > 0)

@@ -38,7 +38,7 @@ class SjfScheduler:
         self._lengths = lengths
         self._ageing = ageing
         self._queue: KeyedHeads[TenantId] = KeyedHeads()
-        self._pick: tuple[JobId, str] | None = None
+        self._pick: tuple[Job, int, int] | None = None
 
     def push(self, job: Job, now: float) -> None:
         """O(log n)."""
@@ -51,8 +51,7 @@ class SjfScheduler:
             return None
         queued = len(self._queue)
         job = self._queue.pop(tenant)
-        self._lengths.begin(job)
-        self._pick = (job.id, f"shortest of {queued} queued: {self._cost(job):.0f} expected, waits count")
+        self._pick = (job, self._lengths.begin(job), queued)
         return job
 
     def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:
@@ -84,9 +83,10 @@ class SjfScheduler:
 
     def explain(self, job: Job) -> Pick:
         """What it is expected to cost."""
-        if self._pick is None or self._pick[0] != job.id:
+        if self._pick is None or self._pick[0].id != job.id:
             return Pick("not picked last")
-        return Pick(self._pick[1])
+        _, output, queued = self._pick
+        return Pick(f"shortest of {queued} queued that fits, waits count: {output} output tokens expected")
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from policies.queue import MAX_BEHIND, JobQueue
-from policies.scheduling.fcfs import FcfsScheduler
 from policies.scheduling._tariff import Tariff
+from policies.scheduling.fcfs import FcfsScheduler
 from policies.scheduling.vtc import VtcScheduler
 from policies.testing import always, make_job
 from policies.types import Charge, Job, JobId, RequeueReason, TenantId
@@ -328,3 +328,16 @@ def test_a_policy_that_makes_up_jobs_is_caught() -> None:
     with pytest.raises(RuntimeError, match="'made up', not queued"):
         queue.next(0.0, always)
     assert queue.is_queued(JobId("x"))
+
+
+def test_a_backlog_before_no_worker_measures_no_rate() -> None:
+    """gateway B7: jobs that waited half a minute for the first worker say nothing of how fast it is."""
+    queue = JobQueue(FcfsScheduler())
+    for i in range(20):
+        queue.offer(make_job(f"j{i}", prompt=100, output=100), float(i))
+    for second in range(3):
+        dispatch = queue.next(30.0 + second, always)
+        assert dispatch is not None
+        queue.charge(dispatch.job.id, Charge(100, 0, 0), 31.0 + second)
+        queue.finish(dispatch.job.id, Charge(), 31.0 + second)
+    assert queue.snapshot(TenantId("a")).service_rate == pytest.approx(100.0, rel=0.15)

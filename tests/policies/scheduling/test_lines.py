@@ -16,7 +16,7 @@ def test_lines_keep_order_and_returned_jobs_go_first() -> None:
     assert lines.push(make_job("a1"))
     assert not lines.push(make_job("a2"))
     assert lines.push(make_job("b1", "b"))
-    assert not lines.push_front(make_job("a0"))
+    assert lines.push_front(make_job("a0"))
     assert lines.head(TenantId("a")).id == "a0"
     assert lines.head_order(TenantId("a")) < 0 < lines.head_order(TenantId("b"))
     with pytest.raises(ValueError, match="'a1' is already queued"):
