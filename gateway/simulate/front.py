@@ -1,0 +1,220 @@
+"""The gateway's side of a run: its own admission, quota, queue, gate and routing objects, with a clock that is passed in.
+
+Rules
+- The order of a request is the pipeline's (``gateway/pipeline.py``): admission → quota reserve → queue → route → dispatch
+  → settle. The gate is ``gateway.gate``, a worker's figures are kept by the gateway's own ``WorkerHandle``, what a
+  request cost by its ``Meter``.
+- No clock and no event loop: a quota policy's coroutines are run to their end at once; one that waits for anything
+  cannot be simulated, and says so.
+- The simulator drives it in virtual time; ``validate.py`` drives the same object with real engines and the real clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from gateway.gate import Claim, Load, Room, fill
+from gateway.metering import Meter
+from gateway.simulate.ledger import Ledger
+from gateway.simulate.scenario import Use
+from gateway.simulate.scenario_file import LoadedScenario
+from gateway.simulate.workload import Request, Workload
+from gateway.worker_handle import WorkerHandle
+from policies.queue import Dispatch, JobQueue
+from policies.spi import AdmissionPolicy, Kind, QuotaPolicy, RoutingPolicy, SchedulingPolicy
+from policies.types import Job, JobId
+from workers.protocol import SequenceOutput, StepOutputs
+
+T = TypeVar("T")
+_CLAIM: Claim = (1, False)
+
+
+class NotSimulable(ValueError):  # noqa: N818 - a statement about a policy
+    """A policy needs something that only the running gateway has."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One request at a worker."""
+
+    request: Request
+    job: Job
+    handle: WorkerHandle
+    load: Load
+    meter: Meter
+
+
+class Front:
+    """Everything of the gateway that decides when and where a request runs."""
+
+    def __init__(self, loaded: LoadedScenario, workload: Workload) -> None:
+        scenario = loaded.scenario
+
+        def build(kind: Kind, use: Use) -> Any:
+            return loaded.registry.build(kind, use.use, use.with_, loaded.context())
+
+        self.queue = JobQueue(cast(SchedulingPolicy, build("scheduling", scenario.policy)))
+        self.ledger = Ledger(scenario)
+        self.dispatched = 0
+        self._admission = cast(AdmissionPolicy, build("admission", scenario.admission))
+        self._quota = cast(QuotaPolicy, build("quota", scenario.quota))
+        self._routing = cast(RoutingPolicy, build("routing", scenario.routing))
+        self._workload = workload
+        self._handles: list[WorkerHandle] = []
+        self._step_tokens = scenario.workers.max_step_tokens
+        self._waiting: dict[JobId, Request] = {}
+        self._flights: dict[str, Flight] = {}
+        self._at: dict[str, dict[str, Flight]] = {}
+
+    def join(self, handle: WorkerHandle) -> None:
+        """One more worker that is ready."""
+        self._handles.append(handle)
+        self._at[handle.name] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is queued or running."""
+        return bool(self._waiting or self._flights)
+
+    def arrive(self, request: Request, now: float) -> None:
+        """A request comes in. It is queued, or refused; call ``turn`` afterwards."""
+        ledger, tenant = self.ledger, request.tenant
+        ledger.accounts[tenant].arrived += 1
+        job = self._workload.job(request)
+        snapshot = self.queue.snapshot(job.tenant, weight=job.weight, workers_ready=len(self._handles))
+        admission = self._admission.check(job, snapshot, now)
+        if not admission.admitted:
+            ledger.refused(tenant, admission.reason or "not_admitted")
+            return
+        quota = at_once(self._quota.reserve(job, now))
+        if not quota.admitted:
+            ledger.refused(tenant, quota.limit or "quota")
+            return
+        self.queue.offer(job, now)
+        self._waiting[job.id] = request
+        ledger.queued(tenant)
+
+    def turn(self, now: float) -> None:
+        """Drop whose wait is over, then send what fits."""
+        queue = self.queue
+        for job in queue.expire(now):
+            self._expired(job, now)
+        if len(queue):
+            fill(
+                queue,
+                [self._room(handle, now) for handle in self._handles if handle.available(now)],
+                now,
+                claim=_claim,
+                could_fit=_could_fit,
+                send=lambda dispatch, rooms: self._send(dispatch, rooms, now),
+            )
+
+    def report(self, handle: WorkerHandle, outputs: StepOutputs, now: float) -> None:
+        """A worker's news. Call ``turn`` afterwards."""
+        handle.received(outputs)
+        flights, take = self._flights, self._take
+        for output in outputs.outputs:
+            flight = flights.get(output.id)
+            if flight is not None:
+                take(flight, output, now)
+
+    def answer(self, job_id: str) -> int:
+        """How many tokens a dispatched request will produce."""
+        return self._flights[job_id].request.output
+
+    def next_expiry(self) -> float | None:
+        """When a queued job's wait may be over."""
+        return self.queue.next_expiry()
+
+    def idle_room(self, now: float) -> bool:
+        """Whether a queued job could run now: after a ``turn`` it must not be so. O(queued)."""
+        rooms = [self._room(handle, now) for handle in self._handles if handle.available(now)]
+        rooms = [room for room in rooms if room.open]
+        return any(room.fits(job, 1, suspect=False) for job in self.queue.queued_jobs() for room in rooms)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _room(self, handle: WorkerHandle, now: float) -> Room:
+        loads = [flight.load for flight in self._at[handle.name].values()]
+        return Room.of(handle.view(now), loads, self._step_tokens, stale=handle.is_stale(now))
+
+    def _send(self, dispatch: Dispatch, rooms: list[Room], now: float) -> None:
+        job = dispatch.job
+        if len(rooms) == 1:
+            fitting = {rooms[0].view.name: rooms[0]}
+        else:
+            fitting = {room.view.name: room for room in rooms if room.fits(job, 1, suspect=False)}
+        decision = self._routing.choose(job, [room.view for room in fitting.values()], now)
+        room = fitting[decision.worker]
+        handle = next(handle for handle in self._handles if handle.name == decision.worker)
+        request = self._waiting.pop(job.id)
+        handle.send(self._workload.generate(request, job))
+        flight = Flight(request, job, handle, Load(job.prompt_tokens, 1, started=False), Meter(job.prompt_tokens, 1))
+        self._flights[job.id] = self._at[handle.name][job.id] = flight
+        room.take(job, 1, suspect=False)
+        self.dispatched += 1
+        self.ledger.left(request.tenant)
+        self.ledger.accounts[request.tenant].waits.append(dispatch.waited_s)
+
+    def _take(self, flight: Flight, output: SequenceOutput, now: float) -> None:
+        produced = output.output_tokens
+        if not flight.load.started:
+            self._progress(flight, output, now)
+        charge = flight.meter.observe(0, output.prompt_computed, output.prompt_cached, produced)
+        news = charge.output or charge.prompt or charge.cached
+        if news:
+            self.ledger.served(flight.request.tenant, charge)
+        if output.finish is not None:
+            self._finish(flight, output, now, charge)
+        elif news:
+            self.queue.charge(flight.job.id, charge, now)
+
+    def _progress(self, flight: Flight, output: SequenceOutput, now: float) -> None:
+        """Until its first token: what the gate must know of it."""
+        load, done = flight.load, output.prompt_computed + output.prompt_cached
+        started = output.output_tokens > 0
+        load.advance(max(0, flight.job.prompt_tokens - done) if done else load.prompt_left, started=started)
+        if started:
+            account = self.ledger.accounts[flight.request.tenant]
+            account.ttfts.append(now - flight.request.at)
+            account.first_tokens.append(now)
+
+    def _finish(self, flight: Flight, output: SequenceOutput, now: float, charge: Any) -> None:
+        job = flight.job
+        usage = self.queue.finish(job.id, charge, now)
+        at_once(self._quota.settle(job.id, usage, now))
+        del self._flights[job.id]
+        del self._at[flight.handle.name][job.id]
+        account = self.ledger.accounts[flight.request.tenant]
+        if output.finish == "error":
+            account.failed += 1
+            return
+        account.finished += 1
+        account.finishes.append(now)
+        account.latencies.append(now - flight.request.at)
+
+    def _expired(self, job: Job, now: float) -> None:
+        request = self._waiting.pop(job.id)
+        at_once(self._quota.settle(job.id, Meter(0, 1).usage, now))
+        self.ledger.left(request.tenant)
+        self.ledger.refused(request.tenant, "queue_timeout")
+
+
+def at_once(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing. Raises NotSimulable for one that does."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return cast(T, end.value)
+    work.close()
+    raise NotSimulable("the quota policy waits for something outside this process; simulate with one that does not")
+
+
+def _claim(job: Job) -> Claim:
+    return _CLAIM
+
+
+def _could_fit(job: Job) -> bool:
+    return True
