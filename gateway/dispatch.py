@@ -169,6 +169,7 @@ class Dispatcher:
             return False
         now = self._desk.clock()
         rooms = [self._desk.flights.room(handle, now) for handle in self.workers if handle.available(now)]
+        rooms = [room for room in rooms if room.open]
         return all(
             any(room.fits(job, ticket.choices, suspect=ticket.suspect) for room in rooms)
             for job in self.queue.queued_jobs()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from gateway.choices import ChoiceStream
 from gateway.gate import Load, Room
+from gateway.pace import Answers, Pace
 from gateway.ticket import Ticket
 from gateway.worker_handle import WorkerHandle
 from workers.protocol import SequenceOutput
@@ -43,6 +44,12 @@ class Flight:
         """Whether every choice has its end, as the caller sees it."""
         return all(choice.finish is not None for choice in self.choices)
 
+    def ended(self, index: int) -> None:
+        """The worker reported the end of a choice: its slot is free."""
+        self.open.discard(index)
+        if self.open:
+            self.load.choices = len(self.open)
+
     def advance(self, output: SequenceOutput) -> None:
         """Note what the worker says of its progress, for the gate."""
         done = output.prompt_computed + output.prompt_cached
@@ -58,6 +65,8 @@ class Flights:
         self._step_tokens = step_tokens
         self._by_id: dict[str, Flight] = {}
         self._by_worker: dict[str, dict[str, Flight]] = {}
+        self._answers = Answers()
+        self._paces: dict[str, Pace] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -75,14 +84,18 @@ class Flights:
 
     def add(self, flight: Flight) -> None:
         """It was sent."""
-        job_id = flight.ticket.job.id
+        job = flight.ticket.job
+        job_id = job.id
         assert job_id not in self._by_id
+        flight.load.footprint = self._pace(flight.handle.name).footprint(job.prompt_tokens, job.max_tokens)
         self._by_id[job_id] = flight
         self._by_worker.setdefault(flight.handle.name, {})[job_id] = flight
 
     def remove(self, flight: Flight) -> None:
         """It ended."""
         job_id = flight.ticket.job.id
+        if flight.answered and not flight.ticket.cancelled:
+            self._learn(flight)
         del self._by_id[job_id]
         line = self._by_worker[flight.handle.name]
         del line[job_id]
@@ -91,6 +104,23 @@ class Flights:
 
     def room(self, handle: WorkerHandle, now: float) -> Room:
         """What ``handle`` can still take."""
-        loads = [flight.load for flight in self._by_worker.get(handle.name, {}).values()]
-        step_tokens = self._step_tokens.get(handle.pool, DEFAULT_STEP_TOKENS)
-        return Room.of(handle.view(now), loads, step_tokens, stale=handle.is_stale(now))
+        return Room.of(
+            handle.view(now),
+            [flight.load for flight in self._by_worker.get(handle.name, {}).values()],
+            self._step_tokens.get(handle.pool, DEFAULT_STEP_TOKENS),
+            stale=handle.is_stale(now),
+            pace=self._pace(handle.name),
+            step=handle.step,
+        )
+
+    def _pace(self, worker: str) -> Pace:
+        pace = self._paces.get(worker)
+        if pace is None:
+            pace = self._paces[worker] = Pace(self._answers)
+        return pace
+
+    def _learn(self, flight: Flight) -> None:
+        most = flight.ticket.job.max_tokens // max(1, len(flight.choices))
+        for choice in flight.choices:
+            if choice.finish in ("stop", "length"):
+                self._answers.ended(choice.billed, most)

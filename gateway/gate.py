@@ -9,6 +9,7 @@ Rules
   and the first block of each choice's output, not its max_tokens: most answers are shorter, and the engine preempts
   when they are not. An idle worker takes any job: what can never fit it refuses itself.
 - Stale figures (> 2 s) count neither blocks nor the reported line; in-flight counts alone gate then.
+- A worker whose cache fills up gets its jobs evenly spaced (``pace.py``).
 - A worker holds one suspect at a time (``retry.py``).
 - ``Room`` is made for one turn of the dispatcher and updated by ``take``; ``fits`` is O(1).
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from gateway.pace import Pace
 from policies.queue import Dispatch, JobQueue
 from policies.spi import Fits
 from policies.types import Job, WorkerView
@@ -34,6 +36,8 @@ class Load:
     started: bool
     """Its first token came."""
     suspect: bool = False
+    footprint: float = 0.0
+    """Tokens it holds on average (``Pace.footprint``)."""
 
     def advance(self, prompt_left: int, *, started: bool) -> None:
         """Note what the worker says of its progress."""
@@ -60,15 +64,27 @@ class Room:
     idle: bool
     stale: bool
     suspect: bool
+    pace: Pace | None = None
 
     @classmethod
-    def of(cls, view: WorkerView, loads: Iterable[Load], step_tokens: int, *, stale: bool) -> Room:
-        """Measure ``view``'s worker. ``loads`` are its jobs in flight, oldest first."""
+    def of(
+        cls,
+        view: WorkerView,
+        loads: Iterable[Load],
+        step_tokens: int,
+        *,
+        stale: bool,
+        pace: Pace | None = None,
+        step: int = 0,
+    ) -> Room:
+        """Measure ``view``'s worker. ``loads`` are its jobs in flight, oldest first; ``step`` its last reported one."""
         slots, budget, waiting, suspect, idle = view.max_running, step_tokens, 0, False, True
+        committed = 0.0
         unstarted: list[Load] = []
         for load in loads:
             idle = False
             suspect = suspect or load.suspect
+            committed += load.footprint
             if load.started:
                 slots -= load.choices
                 budget -= load.choices
@@ -83,6 +99,8 @@ class Room:
         if not stale and view.waiting > 0:
             waiting = max(waiting, view.waiting)
             budget = 0
+        if pace is not None:
+            pace.begin(step, committed, view.total_blocks * view.block_size)
         return cls(
             view=view,
             slots=slots,
@@ -92,12 +110,17 @@ class Room:
             idle=idle,
             stale=stale,
             suspect=suspect,
+            pace=pace,
         )
 
     @property
     def open(self) -> bool:
         """Whether any job could go there."""
-        return self.idle or self.line > 0 or (self.slots > 0 and self.budget > 0)
+        if self.idle:
+            return True
+        if not self.stale and self.pace is not None and self.pace.rest:
+            return False
+        return self.line > 0 or (self.slots > 0 and self.budget > 0)
 
     def matches(self, job: Job) -> bool:
         """Whether its pool carries the labels that the job needs, and takes its class."""
@@ -131,6 +154,8 @@ class Room:
         )
         self.idle = False
         self.suspect = self.suspect or suspect
+        if self.pace is not None:
+            self.pace.sent(job.prompt_tokens, job.max_tokens)
 
     def _starts(self, choices: int) -> bool:
         return choices <= self.slots and self.budget > 0

@@ -192,6 +192,11 @@ class WorkerHandle:
         """Requests in flight, in the order in which they were sent."""
         return tuple(self._requests)
 
+    @property
+    def step(self) -> int:
+        """The last engine step it reported."""
+        return self._step
+
     def available(self, now: float) -> bool:
         """May it be sent a request now? Ready, and not set aside for its faults (then one probe per interval)."""
         return self.state is WorkerState.READY and self.breaker.allows(now)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 from gateway.gate import Claim, Load, Room, fill
 from gateway.metering import Meter
+from gateway.pace import Answers, Pace
 from gateway.simulate.ledger import Ledger
 from gateway.simulate.scenario import Use
 from gateway.simulate.scenario_file import LoadedScenario
@@ -67,11 +68,14 @@ class Front:
         self._waiting: dict[JobId, Request] = {}
         self._flights: dict[str, Flight] = {}
         self._at: dict[str, dict[str, Flight]] = {}
+        self._answers = Answers()
+        self._paces: dict[str, Pace] = {}
 
     def join(self, handle: WorkerHandle) -> None:
         """One more worker that is ready."""
         self._handles.append(handle)
         self._at[handle.name] = {}
+        self._paces[handle.name] = Pace(self._answers)
 
     @property
     def busy(self) -> bool:
@@ -120,6 +124,10 @@ class Front:
             if flight is not None:
                 take(flight, output, now)
 
+    def rest(self, handle: WorkerHandle) -> int:
+        """Steps of this worker after which a queued job might go there though nothing else changes; 0: none will."""
+        return self._paces[handle.name].rest if len(self.queue) else 0
+
     def answer(self, job_id: str) -> int:
         """How many tokens a dispatched request will produce."""
         return self._flights[job_id].request.output
@@ -138,7 +146,14 @@ class Front:
 
     def _room(self, handle: WorkerHandle, now: float) -> Room:
         loads = [flight.load for flight in self._at[handle.name].values()]
-        return Room.of(handle.view(now), loads, self._step_tokens, stale=handle.is_stale(now))
+        return Room.of(
+            handle.view(now),
+            loads,
+            self._step_tokens,
+            stale=handle.is_stale(now),
+            pace=self._paces[handle.name],
+            step=handle.step,
+        )
 
     def _send(self, dispatch: Dispatch, rooms: list[Room], now: float) -> None:
         job = dispatch.job
@@ -151,7 +166,9 @@ class Front:
         handle = next(handle for handle in self._handles if handle.name == decision.worker)
         request = self._waiting.pop(job.id)
         handle.send(self._workload.generate(request, job))
-        flight = Flight(request, job, handle, Load(job.prompt_tokens, 1, started=False), Meter(job.prompt_tokens, 1))
+        footprint = self._paces[handle.name].footprint(job.prompt_tokens, job.max_tokens)
+        load = Load(job.prompt_tokens, 1, started=False, footprint=footprint)
+        flight = Flight(request, job, handle, load, Meter(job.prompt_tokens, 1))
         self._flights[job.id] = self._at[handle.name][job.id] = flight
         room.take(job, 1, suspect=False)
         self.dispatched += 1
@@ -192,6 +209,7 @@ class Front:
             account.failed += 1
             return
         account.finished += 1
+        self._answers.ended(output.output_tokens, job.max_tokens)
         account.finishes.append(now)
         account.latencies.append(now - flight.request.at)
 

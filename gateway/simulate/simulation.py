@@ -156,6 +156,9 @@ class Simulation:
         if front.dispatched > sent:
             for worker in self.workers:
                 worker.start(now)
+        for worker in self.workers:
+            if worker.stretching:
+                worker.pause(front.rest(worker.handle))
         front.ledger.mark(seconds)
         if self._observer is not None:
             self._observer(front, seconds)

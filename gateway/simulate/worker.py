@@ -100,6 +100,12 @@ class SimulatedWorker:
         """Whether several steps are under way that can be looked into."""
         return self._ahead > 1
 
+    def pause(self, steps: int) -> None:
+        """Let a stretch end when ``steps`` more steps than were reported are over: then somebody will look."""
+        if 0 < steps < self._ahead:
+            self._ahead = steps
+            self.due = self._begun + steps * self._first + self._growth * (steps * (steps - 1) // 2)
+
     def start(self, now: int) -> None:
         """Begin a step if there is work and none is under way."""
         if self.due is None and self._mail:
