@@ -88,10 +88,10 @@ class Desk:
         self.queue.charge(ticket.job.id, charge, now)
         self.monitor.served(ticket.job, charge)
 
-    def stop(self, flight: Flight) -> None:
-        """Tell the worker to let go of it."""
+    def stop(self, flight: Flight, index: int | None = None) -> None:
+        """Tell the worker to let go of it, or of one choice that a stop string ended."""
         if flight.open:
-            try_send(flight.handle, Cancel(id=flight.ticket.job.id))
+            try_send(flight.handle, Cancel(flight.ticket.job.id, index))
 
     def end(self, ticket: Ticket, error: ApiError | None, now: float) -> None:
         """It is over: with ``error``, or well. Does nothing for one that was over before."""

@@ -1,7 +1,8 @@
 """What workers report of the requests they have: output, ends, errors, and their own loss.
 
 Rules
-- Tokens become text first, then they are billed and charged: those past a stop string are in no charge.
+- Tokens become text first, then they are billed and charged: those past a stop string are in no charge. The worker is
+  told at once of a choice that a stop string ended, while the others go on.
 - A caller's mistake ends its request with 400 and says nothing about the worker; a worker's fault is retried once while
   the caller got nothing (``retry.py``); what it handed back unstarted is queued again, a few times.
 - Failing to handle one request's output ends that request only.
@@ -91,7 +92,7 @@ class Landing:
         delta = choice.take(output)
         flight.advance(output)
         if output.finish is not None:
-            flight.open.discard(output.index)
+            flight.ended(output.index)
             if output.timings is not None:
                 ticket.preemptions += output.timings.preemptions
         if not flight.open:
@@ -106,6 +107,8 @@ class Landing:
         if delta.error is not None or (delta.finish == "cancelled" and not ticket.cancelled):
             self._failed(flight, delta.error or "cancelled", now)
             return
+        if delta.stopped and not flight.answered:
+            self._desk.stop(flight, output.index)
         if not delta.empty:
             ticket.push(delta)
         if ticket.cancelled:
