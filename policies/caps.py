@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from policies.types import Job, TenantId
+from policies.spi import Fits
+from policies.types import Job, JobId, TenantId
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +87,30 @@ class Running:
     def tokens_of(self, tenant: TenantId) -> int:
         """Most tokens that its running jobs can occupy."""
         return self._tokens.get(tenant, 0)
+
+
+class Gate:
+    """``fits`` of one ``next``, with caps and a held job on top; notes whom it refuses for want of room."""
+
+    __slots__ = ("_caps", "_fits", "_held", "refused")
+
+    def __init__(self, caps: Running, held: JobId | None, fits: Fits) -> None:
+        self._caps = caps
+        self._held = held
+        self._fits = fits
+        self.refused: list[JobId] = []
+
+    def __call__(self, job: Job) -> bool:
+        if not self._may(job):
+            return False
+        if self._fits(job):
+            return True
+        self.refused.append(job.id)
+        return False
+
+    def quiet(self, job: Job) -> bool:
+        """The same answer, of which nothing is noted: for who only watches (``shadow.py``)."""
+        return self._may(job) and self._fits(job)
+
+    def _may(self, job: Job) -> bool:
+        return self._caps.allows(job) and (self._held is None or job.id == self._held)

@@ -15,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import heapq
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from policies.caps import Caps, Running
+from policies._entries import InFlight, Queued, TenantLine
+from policies.caps import Caps, Gate, Running
 from policies.service import ServiceBook
 from policies.spi import Fits, SchedulingPolicy
 from policies.types import Charge, Job, JobId, Pick, QueueSnapshot, RequeueReason, TenantId, Usage
@@ -52,40 +53,6 @@ class Dispatch:
     """2 and up after a requeue."""
 
 
-@dataclass(slots=True)
-class _Queued:
-    job: Job
-    order: int
-    since: float
-    epoch: int
-    waited_s: float = 0.0
-    attempt: int = 1
-    passed: int = 0
-    usage: Usage = field(default_factory=Usage)
-
-
-@dataclass(slots=True)
-class _Running:
-    job: Job
-    order: int
-    waited_s: float
-    attempt: int
-    prompt: int
-    cached: int
-    output: int
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(self.prompt, self.cached, self.output)
-
-
-@dataclass(slots=True)
-class _TenantLine:
-    weight: float
-    queued: int = 0
-    tokens: int = 0
-
-
 class JobQueue:
     """See the module's rules. Amortised O(log n) per operation beside what the policy itself costs.
 
@@ -105,9 +72,9 @@ class JobQueue:
         self._policy = policy
         self._caps = Running(Caps(max_running_per_tenant, max_running_tokens_per_tenant, max_running_per_class or {}))
         self._max_passed = max_passed
-        self._queued: dict[JobId, _Queued] = {}
-        self._running: dict[JobId, _Running] = {}
-        self._lines: dict[TenantId, _TenantLine] = {}
+        self._queued: dict[JobId, Queued] = {}
+        self._running: dict[JobId, InFlight] = {}
+        self._lines: dict[TenantId, TenantLine] = {}
         self._weight_sum = 0.0
         self._tokens = 0
         self._back = 0
@@ -125,9 +92,9 @@ class JobQueue:
         line = self._lines.get(job.tenant)
         depth, depth_tenant = len(self._queued), line.queued if line else 0
         self._policy.push(job, now)
-        self._book.advance(now, bool(self._queued))
+        self._book.advance(now, self._busy)
         self._back += 1
-        self._enter(_Queued(job, self._back, now, self._book.mark()))
+        self._enter(Queued(job, self._back, now, self._book.mark()))
         return Entry(depth_tenant + 1, depth, depth_tenant)
 
     def next(self, now: float, fits: Fits, could_fit: Fits | None = None) -> Dispatch | None:
@@ -139,19 +106,7 @@ class JobQueue:
         """
         if not self._queued:
             return None
-        held = self._holding(could_fit)
-        refused: list[_Queued] = []
-
-        def gate(job: Job) -> bool:
-            if not self._caps.allows(job):
-                return False
-            if held is not None and job.id != held:
-                return False
-            if fits(job):
-                return True
-            refused.append(self._queued[job.id])
-            return False
-
+        gate = Gate(self._caps, self._holding(could_fit), fits)
         job = self._policy.pop(now, gate)
         if job is None:
             return None
@@ -159,9 +114,12 @@ class JobQueue:
             raise RuntimeError(f"scheduling policy {type(self._policy).__name__} returned {job.id!r}, not queued")
         # Everything that a policy can fail at comes first: then the job is still queued here, and a swap recovers it.
         pick = self._policy.explain(job)
-        self._book.advance(now, True)
+        self._book.advance(now, self._busy)
         entry = self._leave(job.id)
-        for other in refused:
+        for refused in gate.refused:
+            other = self._queued.get(refused)
+            if other is None:
+                continue
             other.passed += 1
             if (
                 other.passed >= self._max_passed
@@ -172,7 +130,7 @@ class JobQueue:
                 self._held = other.job.id
         waited = entry.waited_s + now - entry.since
         used = entry.usage
-        self._running[job.id] = _Running(job, entry.order, waited, entry.attempt, used.prompt, used.cached, used.output)
+        self._running[job.id] = InFlight(job, entry.order, waited, entry.attempt, used.prompt, used.cached, used.output)
         self._caps.add(job)
         behind = self._book.since(entry.epoch, MAX_BEHIND)
         return Dispatch(job, pick, waited, behind, entry.attempt)
@@ -195,8 +153,10 @@ class JobQueue:
         running = self._running.pop(job_id)
         self._caps.remove(running.job)
         self._serve(running.job, rest, now)
+        usage = running.usage + rest
+        self._book.ended(running.job.total_tokens, usage.total)
         self._policy.charge(running.job, rest, now, True)
-        return running.usage + rest
+        return usage
 
     def requeue(self, job_id: JobId, now: float, reason: RequeueReason) -> None:
         """Put a running job back at the front of its tenant's line; its max_wait_s counts anew.
@@ -210,7 +170,7 @@ class JobQueue:
         self._caps.remove(running.job)
         self._book.advance(now, bool(self._queued))
         self._front -= 1
-        entry = _Queued(running.job, self._front, now, self._book.mark(), running.waited_s, running.attempt + 1)
+        entry = Queued(running.job, self._front, now, self._book.mark(), running.waited_s, running.attempt + 1)
         entry.usage = running.usage
         self._enter(entry)
 
@@ -330,6 +290,7 @@ class JobQueue:
             tenant_share=min(1.0, own / total),
             service_rate=self._book.rate,
             workers_ready=workers_ready,
+            used_ratio=self._book.used_ratio,
         )
 
     def served(self) -> Mapping[TenantId, int]:
@@ -346,12 +307,17 @@ class JobQueue:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _enter(self, entry: _Queued) -> None:
+    @property
+    def _busy(self) -> bool:
+        """Whether workers were at it while jobs waited: a backlog in front of no worker measures nobody's rate."""
+        return bool(self._queued) and bool(self._running)
+
+    def _enter(self, entry: Queued) -> None:
         job = entry.job
         self._queued[job.id] = entry
         line = self._lines.get(job.tenant)
         if line is None:
-            line = self._lines[job.tenant] = _TenantLine(job.weight)
+            line = self._lines[job.tenant] = TenantLine(job.weight)
             self._weight_sum += job.weight
         elif line.weight != job.weight:
             self._weight_sum += job.weight - line.weight
@@ -365,7 +331,7 @@ class JobQueue:
                 self._expiry = [item for item in self._expiry if self._is_live(item)]
                 heapq.heapify(self._expiry)
 
-    def _leave(self, job_id: JobId) -> _Queued:
+    def _leave(self, job_id: JobId) -> Queued:
         entry = self._queued.pop(job_id)
         job = entry.job
         line = self._lines[job.tenant]

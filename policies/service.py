@@ -2,8 +2,9 @@
 
 Rules
 - Figures are tokens of all kinds (prompt computed, prompt cached, output), unweighted; policies count on their own.
-- The rate is measured over time in which jobs were waiting: only then do the workers show what they can do. It is kept
-  through quiet hours, so that a burst after an idle night is not judged by the night.
+- The rate is measured over time in which jobs were waiting while others ran: only then do the workers show what they
+  can do. It is kept through quiet hours, so that a burst after an idle night is not judged by the night.
+- What a job used is set against what it might have used: most answers end before ``max_tokens``.
 - Memory is bounded: at most ``MAX_TENANTS`` tenants (the longest unserved are forgotten) with ``MAX_MARKS`` marks each.
 """
 
@@ -24,6 +25,10 @@ SHARE_WINDOW_S = 30.0
 """Time constant of the recent service behind ``shares`` and ``virtual_lag``."""
 MIN_MEASURED_S = 1.0
 """Backlogged time after which the rate counts as measured."""
+USED_JOBS = 64
+"""Jobs over which the used part of reservations is averaged."""
+MIN_USED_JOBS = 8
+"""Jobs that have to end before there is such a part."""
 MAX_TENANTS = 4096
 MAX_MARKS = 256
 
@@ -56,6 +61,9 @@ class ServiceBook:
         self._tokens = 0.0
         self._seconds = 0.0
         self._clock: float | None = None
+        self._ended = 0
+        self._reserved = 0.0
+        self._used = 0.0
 
     def mark(self) -> int:
         """The current moment. O(1)."""
@@ -102,6 +110,13 @@ class ServiceBook:
         if backlogged:
             self._tokens += tokens
 
+    def ended(self, reserved: int, used: int) -> None:
+        """A job is over that might have taken ``reserved`` tokens. O(1)."""
+        keep = 1 - 1 / USED_JOBS
+        self._ended += 1
+        self._reserved = keep * self._reserved + reserved
+        self._used = keep * self._used + used
+
     def since(self, epoch: int, most: int) -> tuple[tuple[TenantId, int], ...]:
         """The ``most`` tenants served most tokens since ``epoch``, largest first. O(tenants served since then)."""
         served: list[tuple[int, TenantId]] = []
@@ -132,6 +147,11 @@ class ServiceBook:
             level[tenant] = account.decayed(now) / account.weight if account else 0.0
         top = max(level.values(), default=0.0)
         return {tenant: top - value for tenant, value in level.items()}
+
+    @property
+    def used_ratio(self) -> float | None:
+        """Part of their most tokens that jobs really took, of late; None before a few have ended."""
+        return min(1.0, self._used / self._reserved) if self._ended >= MIN_USED_JOBS and self._reserved else None
 
     @property
     def rate(self) -> float | None:

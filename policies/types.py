@@ -185,6 +185,8 @@ class QueueSnapshot:
     service_rate: float | None
     """Tokens per second the model's workers lately delivered; None before there is a measurement."""
     workers_ready: int
+    used_ratio: float | None = None
+    """Part of prompt + max output tokens that jobs which ended of late really took; None before a few have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,10 @@ class AdmissionDecision:
     """Machine-readable, a label of ``forebay_shed_total``: ``queue_full``, ``tenant_queue_full`` …"""
     retry_after_s: float | None = None
     predicted_wait_s: float | None = None
+    clamp_max_tokens: int | None = None
+    """With an admitted job: most output tokens per choice it may have; the caller is told in a header."""
+    fallback_model: str | None = None
+    """With a refused one: the model that may take it instead, if the tenant may use it and it has room."""
 
 
 @dataclass(frozen=True, slots=True)

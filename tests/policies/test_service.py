@@ -72,3 +72,17 @@ def test_memory_is_bounded_by_tenants_and_marks(monkeypatch: pytest.MonkeyPatch)
     assert served["steady"] == 5, "recent moments stay exact"
     long_ago = dict(book.since(epochs[1000], 20))["steady"]
     assert 1 <= long_ago <= 1000, "old ones get coarser, never larger than the truth"
+
+
+def test_what_jobs_used_of_what_they_might_have_used() -> None:
+    book = ServiceBook()
+    for _ in range(service.MIN_USED_JOBS - 1):
+        book.ended(100, 25)
+    assert book.used_ratio is None
+    book.ended(100, 25)
+    assert book.used_ratio == pytest.approx(0.25)
+    for _ in range(10 * service.USED_JOBS):
+        book.ended(1000, 1000)
+    assert book.used_ratio == pytest.approx(1.0)
+    book.ended(10, 4000)  # a job that was run twice
+    assert book.used_ratio == 1.0

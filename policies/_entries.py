@@ -1,0 +1,48 @@
+"""What the queue core keeps of a job that is queued, of one that runs, and of a tenant with queued jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from policies.types import Job, Usage
+
+
+@dataclass(slots=True)
+class Queued:
+    """A job that waits."""
+
+    job: Job
+    order: int
+    since: float
+    epoch: int
+    waited_s: float = 0.0
+    attempt: int = 1
+    passed: int = 0
+    usage: Usage = field(default_factory=Usage)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A job that was dispatched; its usage in plain numbers, which change with every step."""
+
+    job: Job
+    order: int
+    waited_s: float
+    attempt: int
+    prompt: int
+    cached: int
+    output: int
+
+    @property
+    def usage(self) -> Usage:
+        """What ran so far."""
+        return Usage(self.prompt, self.cached, self.output)
+
+
+@dataclass(slots=True)
+class TenantLine:
+    """A tenant with queued jobs: how many, of how many tokens."""
+
+    weight: float
+    queued: int = 0
+    tokens: int = 0
