@@ -181,7 +181,7 @@ class Errors:
             refusal = from_http(error)
         except Exception as error:
             self._log.error(
-                "request_failed", request_id=request_id(scope), started=started, exception=log.describe(error)
+                "request_failed", request_id=request_id(scope), started=started, failure=log.describe(error)
             )
             refusal = internal()
         else:
