@@ -227,6 +227,9 @@ class WorkerSlot:
         if handle.state is WorkerState.DOWN:
             return handle.loss or loss
         was_ready = handle.hello is not None
+        ended = loss.kind is LossKind.DISCONNECTED or (loss.kind is LossKind.EXITED and loss.exit_code == 0)
+        if handle.state is WorkerState.DRAINING and ended and not handle.inflight:
+            loss = WorkerLoss(LossKind.STOPPED, "drained", loss.exit_code)
         if not was_ready and loss.kind in (LossKind.EXITED, LossKind.SIGNALLED, LossKind.DISCONNECTED):
             loss = WorkerLoss(LossKind.START_FAILED, loss.detail, loss.exit_code, loss.signal)
         loss = self.last_loss = handle.closed(loss)
