@@ -110,13 +110,26 @@ def restored(kind: Kind, use: PolicyUse, policies: PolicySet) -> PolicyUse:
 def _restored(value: Any, kept: Any, path: str, missing: list[tuple[str, str]]) -> Any:
     if value == MASK:
         if kept is None:
-            missing.append((path, f"{MASK} stands for a value that is not in force; give the value"))
+            missing.append((path, f"{MASK} stands for a value that is not in force here; give the value"))
         return kept
     if isinstance(value, Mapping):
         old = kept if isinstance(kept, Mapping) else {}
         return {key: _restored(inner, old.get(key), f"{path}.{key}", missing) for key, inner in value.items()}
     if isinstance(value, list):
-        before = list(kept) if isinstance(kept, list | tuple) else []
-        before += [None] * (len(value) - len(before))
-        return [_restored(inner, before[i], f"{path}[{i}]", missing) for i, inner in enumerate(value)]
+        old_list = list(kept) if isinstance(kept, list | tuple) else []
+        return [
+            _restored(inner, _counterpart(inner, i, old_list, len(value)), f"{path}[{i}]", missing)
+            for i, inner in enumerate(value)
+        ]
     return value
+
+
+def _counterpart(item: Any, index: int, old: list[Any], length: int) -> Any:
+    """The live list's item that looked like ``item`` when it was masked: a secret must not move to another entry.
+
+    By its place only while the list is as long as it was; else it has to be the only one that looks so.
+    """
+    alike = [other for other in old if item in (MASK, without_secrets(other))]
+    if len(alike) == 1:
+        return alike[0]
+    return old[index] if len(old) == length and any(other is old[index] for other in alike) else None

@@ -111,8 +111,8 @@ class Actions:
         raise _not_found("That request is over already.", "unknown_request")
 
     async def _check(self, fields: Fields) -> Result:
-        kind, use = self._wanted(fields)
         try:
+            kind, use = self._wanted(fields)
             self._parts.registry.validate(kind, use.use, use.with_)
         except PolicyConfigError as error:
             return _mistaken(error.mistakes)

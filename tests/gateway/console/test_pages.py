@@ -1,0 +1,189 @@
+"""What the pages show: figures of a gateway that works, hostile names, and never what was asked or answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from markupsafe import escape
+
+from tests.gateway.console.browser import PAGES, messages, text, visitor
+from tests.gateway.harness import KEY, MODEL, Site, tickets, token, until
+from workers.testing import Echo
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HOSTILE = "<script>alert('x')</script>"
+HOSTILE_TENANT = f"{HOSTILE}\"'><img src=x onerror=alert(1)>"
+HOSTILE_MODEL = 'm"><svg onload=alert(1)>'
+CANARY = "canary-4711-please-do-not-tell"
+SETTINGS = {
+    "tenants": [
+        {
+            "id": "alpha",
+            "weight": 3,
+            "limits": {"requests_per_minute": 100, "tokens_per_minute": 50_000, "concurrent": 9},
+        },
+        {"id": "beta", "class": "batch"},
+    ],
+    "tenant_defaults": {"weight": 1, "class": "interactive"},
+    "policies": {"admission": {"use": "bounded", "with": {"max_queued": 40}}},
+    "telemetry": {
+        "otlp_endpoint": "http://127.0.0.1:9",
+        "otlp_protocol": "http/protobuf",
+        "jaeger_ui": "https://jaeger.example/trace/{trace_id}?x=<&>",
+    },
+    "models": [
+        {
+            "name": name,
+            "source": "model",
+            "pools": [{"name": "local", "launch": {"use": "echo"}, "engine": {"blocks": 256, "max_running": 2}}],
+        }
+        for name in (MODEL, HOSTILE_MODEL)
+    ],
+}
+ECHO = Echo(step_s=0.01)
+
+
+async def test_every_page_renders_without_any_traffic(shared: Site) -> None:
+    for path in PAGES:
+        answer = await shared.admin.get(path)
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "Connecting" in answer.text
+    for kind in ("auth", "quota", "cache_scope", "scheduling", "routing", "admission", "nonsense"):
+        assert (await shared.admin.get(f"/console/policies?kind={kind}")).status_code == 200
+
+
+async def test_figures_of_work_in_progress(shared: Site) -> None:
+    """Two slots: of four requests two run and two wait; each page says so, and the last one drained says nothing."""
+    calls = [asyncio.create_task(shared.complete(who, max_tokens=2000)) for who in ("alpha", "beta", "alpha", "beta")]
+    try:
+        await until(lambda: shared.dispatcher.queue.running >= 3, "the slots and the line inside are full")
+        await until(lambda: len({t.job.tenant for t in tickets(shared) if t.first_token_at}) == 2, "both are served")
+        shared.gateway.parts.history.take()
+        overview = (await shared.admin.get("/admin/overview")).json()
+        assert overview["now"]["running"] + overview["now"]["queued"] == 4
+        assert {row["id"]: row["weight"] for row in overview["tenants"]} == {"alpha": 3.0, "beta": 1.0}
+        assert sum(row["share"] for row in overview["tenants"]) == pytest.approx(1)
+        assert {row["id"]: row["entitled"] for row in overview["tenants"]} == {"alpha": 0.75, "beta": 0.25}
+
+        requests = text((await shared.admin.get("/console/requests")).text)
+        running = shared.dispatcher.queue.running
+        assert f"Running {running}" in requests
+        assert f"Queued {4 - running}" in requests
+        assert requests.count("/ 2,000") == running
+
+        workers = text((await shared.admin.get("/console/workers")).text)
+        assert "2 of 2" in workers
+        assert "In use by" in workers
+        tenants = text((await shared.admin.get("/console/tenants")).text)
+        assert "98 / 100" in tenants, "two of a hundred requests a minute are taken"
+        assert "7 / 9" in tenants, "two of nine slots are taken"
+        found = text((await shared.admin.get("/console/tenants?q=BET")).text)
+        assert "beta" in found
+        assert "alpha" not in found
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await shared.at_rest()
+
+
+async def test_the_slowest_requests_and_their_traces(shared: Site) -> None:
+    assert (await shared.complete(max_tokens=30, headers={"x-request-id": "slow-one"})).status_code == 200
+    html = (await shared.admin.get("/console/requests")).text
+    row = html[html.index("slow-one") :]
+    trace = shared.gateway.parts.recent.slowest(1, 60)[0].summary.trace_id
+    assert len(trace) == 32
+    assert f'href="https://jaeger.example/trace/{trace}?x=&lt;&amp;&gt;"' in row
+    assert "30" in text(row[: row.index("</tr>")])
+
+
+async def test_hostile_names_are_text(shared: Site) -> None:
+    """XSS by tenant (a token's claim), model (configuration), and search field."""
+    calls = [
+        asyncio.create_task(
+            shared.http.post(
+                "/v1/completions",
+                json={"model": model, "prompt": [5, 6], "max_tokens": 2000},
+                headers={"authorization": f"Bearer {token(HOSTILE_TENANT)}", "x-request-id": "<b>id</b>"},
+            )
+        )
+        for model in (MODEL, HOSTILE_MODEL)
+    ]
+    try:
+        await until(lambda: all(d.in_flight for d in shared.gateway.parts.dispatchers.values()), "both run")
+        pages = [(await shared.admin.get(path)).text for path in (*PAGES, f"/console/tenants?q={HOSTILE}")]
+        pages += [
+            data
+            for page in ("overview", "tenants", "workers", "requests")
+            for _, data in await messages(shared, page, 1)
+        ]
+        for html in pages:
+            for raw in (HOSTILE, "<img", "<svg onload", "onerror=alert(1)>", "<b>id</b>"):
+                assert raw not in html.replace('<img src="/console/static/', "")
+        assert any(str(escape(HOSTILE)) in html for html in pages)
+        assert any(str(escape(HOSTILE_MODEL)) in html for html in pages)
+        async with visitor(shared) as mine:
+            purged = await mine.post("/console/actions/purge", tenant=HOSTILE_TENANT)
+            assert purged.status_code in (200, 202)
+            assert str(escape(HOSTILE)) in purged.text
+            assert HOSTILE not in purged.text
+            for name, field in (("drain", "worker"), ("cancel", "job"), ("swap", "kind")):
+                assert HOSTILE not in (await mine.post(f"/console/actions/{name}", **{field: HOSTILE})).text
+            wrong = await mine.post("/console/actions/check", kind="scheduling", use=HOSTILE, **{"with": HOSTILE})
+            assert HOSTILE not in wrong.text
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await shared.at_rest()
+
+
+async def test_no_page_ever_tells_what_was_asked_or_answered(shared: Site) -> None:
+    """The canary goes in as a prompt, comes back as its answer, and is seen nowhere: while it runs and afterwards."""
+    body = {"model": MODEL, "max_tokens": 400, "prompt": CANARY}
+    headers = {"authorization": f"Bearer {token('alpha')}"}
+    call = asyncio.create_task(shared.http.post("/v1/completions", json=body, headers=headers))
+
+    async def seen() -> str:
+        pages = [(await shared.admin.get(path)).text for path in (*PAGES, "/admin/overview")]
+        for page in ("overview", "tenants", "workers", "requests", "policies"):
+            pages += [data for _, data in await messages(shared, page, 1)]
+        async with visitor(shared) as mine:
+            pages.append((await mine.post("/console/actions/purge", tenant="alpha")).text)
+        return "".join(pages)
+
+    await until(lambda: shared.dispatcher.in_flight, "it runs")
+    during = await seen()
+    answer = (await call).json()
+    assert CANARY in answer["choices"][0]["text"], "the echo worker says what it was told"
+    after = await seen()
+    assert CANARY not in during + after
+    assert KEY not in during + after
+    await shared.at_rest()
+
+
+async def test_a_stream_has_html_and_the_charts_numbers(shared: Site) -> None:
+    assert (await shared.complete()).status_code == 200
+    shared.gateway.parts.history.take()
+    (name, data), (unnamed, html), (next_name, row) = await messages(shared, "overview", 3)
+    assert (name, unnamed, next_name) == ("forebay:history", "", "forebay:sample")
+    history = json.loads(data)
+    assert [tenant["name"] for tenant in history["tenants"]]
+    assert len(history["columns"]) == len(json.loads(row)) == 11 + 2 * len(history["tenants"])
+    assert "Share against weight" in html
+    ((name, html),) = await messages(shared, "workers", 1)
+    assert (name, "KV blocks" in html) == ("", True)
+
+
+async def test_a_page_that_does_not_change_is_sent_once(shared: Site) -> None:
+    await shared.at_rest()
+    lines: list[str] = []
+    async with shared.admin.stream("GET", "/console/live/policies") as answer:
+        async for line in answer.aiter_lines():
+            lines.append(line)
+            if lines.count(": still here") == 2:
+                break
+    assert sum(line.startswith("data:") and "In force" in line for line in lines) == 1
