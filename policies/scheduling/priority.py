@@ -243,7 +243,7 @@ class PriorityScheduler:
                 self._mark(own)
                 self._mark(above[-1])
             # At the top it stays known, once per period: a higher priority may be seen later.
-            heapq.heappush(self._ages, (max(at, now) + self._ageing_s, serial, job_id))
+            heapq.heappush(self._ages, ((at if above else now) + self._ageing_s, serial, job_id))
 
     def _band(self, priority: int) -> _Band:
         band = self._bands.get(priority)
