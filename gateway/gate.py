@@ -176,20 +176,32 @@ def fill(
     """Take jobs from ``queue`` while a room is open and something queued fits.
 
     ``send(dispatch, rooms)`` picks one of the rooms, sends, and updates it (``take``) or removes it from the list.
-    ``could_fit``: see ``JobQueue.next``. The gateway's dispatcher and the simulator both fill their workers with this.
+    ``could_fit``: see ``JobQueue.next``; a job for which others wait keeps only the rooms it might use to itself. The
+    gateway's dispatcher and the simulator both fill their workers with this.
     """
     open_rooms = [room for room in rooms if room.open]
 
-    def fits(job: Job) -> bool:
+    def fits_in(job: Job, among: Iterable[Room]) -> bool:
         choices, suspect = claim(job)
-        return any(room.fits(job, choices, suspect=suspect) for room in open_rooms)
+        return any(room.fits(job, choices, suspect=suspect) for room in among)
+
+    def fits(job: Job) -> bool:
+        return fits_in(job, open_rooms)
+
+    def beside(job: Job, held: Job) -> bool:
+        return fits_in(job, (room for room in open_rooms if not room.matches(held)))
 
     while open_rooms:
-        dispatch = queue.next(now, fits, could_fit)
+        held = queue.held(could_fit)
+        dispatch = queue.next(now, fits, could_fit, beside)
         if dispatch is None:
             return
-        send(dispatch, open_rooms)
-        open_rooms[:] = [room for room in open_rooms if room.open]
+        free, kept = open_rooms, []
+        if held is not None and held.id != dispatch.job.id:
+            free = [room for room in open_rooms if not room.matches(held)]
+            kept = [room for room in open_rooms if room.matches(held)]
+        send(dispatch, free)
+        open_rooms = [room for room in (*kept, *free) if room.open]
 
 
 def takes(labels: Mapping[str, str], classes: Collection[str], job: Job) -> bool:

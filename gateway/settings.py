@@ -81,7 +81,7 @@ class Queue(Section):
     """Most tokens (prompt + max output) of one tenant's running requests; a larger one runs alone."""
     max_running_per_class: dict[str, int] = Field(default_factory=dict)
     """Most running requests of a class; a cap below the workers' slots reserves the rest for other classes."""
-    max_overtaken: int = Field(32, ge=1)
+    max_overtaken: int = Field(1, ge=1)
     """A request that does not fit now, but could, is overtaken at most so often; then the others wait for it."""
 
     @field_validator("max_running_per_class")

@@ -10,11 +10,14 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from policies.spi import Fits
 from policies.types import Job, JobId, TenantId
+
+Beside = Callable[[Job, Job], bool]
+"""May the first job run now without taking anything that the second, which is held, waits for?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +95,13 @@ class Running:
 class Gate:
     """``fits`` of one ``next``, with caps and a held job on top; notes whom it refuses for want of room."""
 
-    __slots__ = ("_caps", "_fits", "_held", "refused")
+    __slots__ = ("_beside", "_caps", "_fits", "_held", "refused")
 
-    def __init__(self, caps: Running, held: JobId | None, fits: Fits) -> None:
+    def __init__(self, caps: Running, held: Job | None, fits: Fits, beside: Beside | None = None) -> None:
         self._caps = caps
         self._held = held
         self._fits = fits
+        self._beside = beside
         self.refused: list[JobId] = []
 
     def __call__(self, job: Job) -> bool:
@@ -113,4 +117,7 @@ class Gate:
         return self._may(job) and self._fits(job)
 
     def _may(self, job: Job) -> bool:
-        return self._caps.allows(job) and (self._held is None or job.id == self._held)
+        if not self._caps.allows(job):
+            return False
+        held = self._held
+        return held is None or job.id == held.id or (self._beside is not None and self._beside(job, held))

@@ -18,13 +18,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from policies._entries import InFlight, Queued, TenantLine
-from policies.caps import Caps, Gate, Running
+from policies.caps import Beside, Caps, Gate, Running
 from policies.service import ServiceBook
 from policies.spi import Fits, SchedulingPolicy
 from policies.types import Charge, Job, JobId, Pick, QueueSnapshot, RequeueReason, TenantId, Usage
 
 MAX_BEHIND = 5
-MAX_PASSED = 32
+MAX_PASSED = 1
+"""More, and small jobs keep the room of a large one small for as long as they come, whoever's turn it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ class JobQueue:
     ) -> None:
         self._policy = policy
         self._caps = Running(Caps(max_running_per_tenant, max_running_tokens_per_tenant, max_running_per_class or {}))
-        self._max_passed = max_passed
+        self.max_passed = max_passed
+        """Most times that a job which does not fit, but could, is overtaken. May be changed at any time."""
         self._queued: dict[JobId, Queued] = {}
         self._running: dict[JobId, InFlight] = {}
         self._lines: dict[TenantId, TenantLine] = {}
@@ -97,16 +99,19 @@ class JobQueue:
         self._enter(Queued(job, self._back, now, self._book.mark()))
         return Entry(depth_tenant + 1, depth, depth_tenant)
 
-    def next(self, now: float, fits: Fits, could_fit: Fits | None = None) -> Dispatch | None:
+    def next(
+        self, now: float, fits: Fits, could_fit: Fits | None = None, beside: Beside | None = None
+    ) -> Dispatch | None:
         """Take the job to run now, or None when nothing that is queued fits.
 
         ``could_fit(job)`` says whether a job would fit if nothing else ran. With it, a job that was overtaken
         ``max_passed`` times because it did not fit, but could, is next: everything else waits until it fits, so a large
-        job does not starve behind a stream of small ones. Without it nothing is ever held back.
+        job does not starve behind a stream of small ones. Without it nothing is ever held back. ``beside`` lets past
+        what would not take the held job's room.
         """
         if not self._queued:
             return None
-        gate = Gate(self._caps, self._holding(could_fit), fits)
+        gate = Gate(self._caps, self.held(could_fit), fits, beside)
         job = self._policy.pop(now, gate)
         if job is None:
             return None
@@ -122,7 +127,7 @@ class JobQueue:
                 continue
             other.passed += 1
             if (
-                other.passed >= self._max_passed
+                other.passed >= self.max_passed
                 and self._held is None
                 and could_fit is not None
                 and could_fit(other.job)
@@ -355,12 +360,13 @@ class JobQueue:
         self._book.advance(now, backlogged)
         self._book.serve(job.tenant, job.weight, charge.total, now, backlogged)
 
-    def _holding(self, could_fit: Fits | None) -> JobId | None:
+    def held(self, could_fit: Fits | None) -> Job | None:
+        """The job for which others wait now, if any."""
         if self._held is None:
             return None
         job = self._queued[self._held].job
         if could_fit is None or not could_fit(job):
             self._held = None
-        elif not self._caps.allows(job):
-            return None  # it waits for its own tenant or class, which is no reason for the others to wait
-        return self._held
+            return None
+        # One that waits for its own tenant or class is no reason for the others to wait.
+        return job if self._caps.allows(job) else None

@@ -1,0 +1,77 @@
+"""The loop that fills workers: a job for which others wait keeps only the rooms that it might use."""
+
+from __future__ import annotations
+
+from gateway.gate import Load, Room, fill
+from policies.queue import Dispatch, JobQueue
+from policies.scheduling.fcfs import FcfsScheduler
+from policies.types import Job, JobId, TenantId, WorkerView
+
+
+def room(name: str, free: int, **labels: str) -> Room:
+    view = WorkerView(
+        name, "m", "pool", labels=labels, max_running=8, free_blocks=free, total_blocks=100, block_size=16
+    )
+    return Room.of(view, [Load(0, 1, started=True)], 512, stale=False)
+
+
+def job(name: str, prompt: int, **requires: str) -> Job:
+    return Job(JobId(name), TenantId(name), "m", prompt, 16, 0.0, requires=requires)
+
+
+class Turn:
+    """Queue and rooms; ``run`` sends what goes."""
+
+    def __init__(self, *rooms: Room) -> None:
+        self.queue = JobQueue(FcfsScheduler())
+        self.rooms = rooms
+
+    def run(self) -> dict[str, str]:
+        sent: dict[str, str] = {}
+
+        def send(dispatch: Dispatch, rooms: list[Room]) -> None:
+            fitting = [room for room in rooms if room.fits(dispatch.job, 1, suspect=False)]
+            sent[dispatch.job.id] = fitting[0].view.name
+            fitting[0].take(dispatch.job, 1, suspect=False)
+
+        fill(
+            self.queue,
+            self.rooms,
+            1.0,
+            claim=lambda job: (1, False),
+            could_fit=lambda job: any(room.matches(job) for room in self.rooms),
+            send=send,
+        )
+        return sent
+
+
+def test_a_large_job_is_overtaken_once_then_the_others_wait_for_it() -> None:
+    turn = Turn(room("w", free=10))
+    turn.queue.offer(job("large", 320), 0.0)
+    for name in ("first", "second", "third"):
+        turn.queue.offer(job(name, 16), 0.0)
+    assert turn.run() == {"first": "w"}
+    turn.rooms = (room("w", free=30),)
+    assert list(turn.run())[0] == "large"
+
+
+def test_a_room_that_the_held_job_cannot_use_takes_others_meanwhile() -> None:
+    """Two pools: a job that waits for the one does not keep the other from working."""
+    turn = Turn(room("cpu", free=10, hardware="cpu"), room("gpu", free=10, hardware="gpu"))
+    turn.queue.offer(job("large", 320, hardware="gpu"), 0.0)
+    for name in ("a", "b", "c"):
+        turn.queue.offer(job(name, 32), 0.0)
+    sent = turn.run()
+    assert "large" not in sent
+    assert len(sent) == 3
+    assert [sent[name] for name in list(sent)[1:]] == ["cpu", "cpu"], "once it is held, its pool is its own"
+
+
+def test_a_held_job_that_can_run_nowhere_any_more_holds_nobody() -> None:
+    turn = Turn(room("gpu", free=10, hardware="gpu"))
+    turn.queue.offer(job("large", 320, hardware="gpu"), 0.0)
+    turn.queue.offer(job("a", 16), 0.0)
+    turn.queue.offer(job("b", 16), 0.0)
+    assert list(turn.run()) == ["a"]
+    turn.rooms = (room("cpu", free=10, hardware="cpu"),)
+    assert list(turn.run()) == ["b"]
