@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,16 @@ class Steps:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the model thinks comes next."""
+
+    top: list[tuple[int, float]]
+    """(token, log probability), best first."""
+    cached: int
+    """Tokens of the line that were in the prefix cache."""
+
+
 class BenchEngine:
     """A ``pump.StepEngine``. Answers are greedy and end tokens do not stop them."""
 
@@ -74,8 +84,8 @@ class BenchEngine:
         )
         self._news: list[News] = []
         self._open: dict[str, int] = {}
-        self.answers: dict[str, list[int]] | None = None
-        """Set it to a dict to keep the tokens of every answer (choice 0)."""
+        self._scores: dict[str, Scored] = {}
+        self._scored = 0
         self.steps = Steps()
 
     @property
@@ -118,6 +128,25 @@ class BenchEngine:
         self.steps = Steps()
         return pump.run(self, work, progress)
 
+    def score(self, lines: Sequence[Sequence[int]], top: int) -> list[Scored]:
+        """The ``top`` likeliest next tokens of every line. Raises BenchError when the engine refuses one."""
+        from workers.protocol import Generate, SamplingParams
+
+        params = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=top)
+        names = [f"score-{self._scored + index}" for index in range(len(lines))]
+        self._scored += len(lines)
+        for name, tokens in zip(names, lines, strict=True):
+            self._open[name] = 1
+            self._engine.submit(Generate(name, list(tokens), 1, params, scope=b"bench", tenant_key="bench"))
+        waiting = set(names)
+        while waiting:
+            for news in self.step():
+                if news.error is not None:
+                    raise BenchError(f"the engine refused to score a line: {news.error}")
+                if news.finished:
+                    waiting.discard(news.id)
+        return [self._scores.pop(name) for name in names]
+
     def check(self, work: Load) -> None:
         """Raises BenchError for a load that does not fit the context or the cache."""
         if work.longest > self.loaded.max_context:
@@ -139,8 +168,8 @@ class BenchEngine:
         self._news += map(self._of, outputs.outputs)
 
     def _of(self, output: SequenceOutput) -> News:
-        if self.answers is not None and output.index == 0:
-            self.answers.setdefault(output.id, []).extend(output.tokens)
+        if output.logprobs:
+            self._scores[output.id] = Scored(output.logprobs[0].top, output.prompt_cached)
         ended = output.finish is not None
         if ended:
             self._open[output.id] -= 1
@@ -150,7 +179,7 @@ class BenchEngine:
         timings = output.timings
         return News(
             output.id,
-            len(output.tokens),
+            output.tokens,
             finished,
             cached=output.prompt_cached if output.index == 0 else None,
             scheduled=timings.scheduled_ns / 1e9 if timings is not None and timings.scheduled_ns else None,

@@ -37,6 +37,8 @@ class Load:
     requests: tuple[Request, ...]
     concurrency: int | None = None
     """Closed loop: at most so many under way, the next one comes when one ends. None: each comes at its time."""
+    keep_answers: bool = False
+    """Whether timelines keep the tokens of the answers."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and dicts; ``from_json`` reads them back."""
@@ -50,7 +52,7 @@ class Load:
             after = item["after"]
             tokens, after = tuple(item["tokens"]), None if after is None else (after[0], after[1])
             made.append(Request(item["id"], tokens, item["max_tokens"], item["at"], after, item["n"]))
-        return cls(tuple(made), raw["concurrency"])
+        return cls(tuple(made), raw["concurrency"], raw["keep_answers"])
 
     @property
     def longest(self) -> int:
@@ -78,6 +80,8 @@ class Timeline:
     """Prompt tokens from the prefix cache; None where the engine does not say."""
     error: str | None = None
     tenant: str = ""
+    answer: list[int] = field(default_factory=list)
+    """Its tokens, where the load keeps answers."""
 
     @property
     def outputs(self) -> int:

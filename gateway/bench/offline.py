@@ -97,7 +97,7 @@ def floor_report(
     from workers.model.config import read_config
     from workers.model.loading import pick_device, pick_dtype
 
-    folder = target.path()
+    folder = target.files().dir
     device = pick_device(target.engine.device)
     kind = dtype or str(pick_dtype(target.engine, device)).removeprefix("torch.")
     shape = shape_of(read_config(folder), kind)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,7 @@ class News:
     """What a step brought for one request."""
 
     id: str
-    tokens: int
+    tokens: Sequence[int]
     """New output tokens, over all its choices."""
     finished: bool = False
     cached: int | None = None
@@ -76,6 +76,7 @@ class _Run:
                     raise ValueError(f"load: {request.id} waits for {request.after[0]!r}, which is no request of it")
                 self._held.setdefault(request.after[0], []).append(request)
         self._closed = load.concurrency is not None
+        self._keep = load.keep_answers
         self._running = 0
         self._done = 0
 
@@ -111,7 +112,9 @@ class _Run:
 
     def _note(self, news: News, now: float, start: float) -> None:
         line = self.lines[news.id]
-        line.times.extend([now] * news.tokens)
+        line.times.extend([now] * len(news.tokens))
+        if self._keep:
+            line.answer.extend(news.tokens)
         if news.cached is not None:
             line.cached = news.cached
         if news.scheduled is not None:

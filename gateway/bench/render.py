@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,15 @@ def show(tables: Iterable[Table], width: int | None = None) -> None:
         console.print(made)
         for note in table.notes:
             console.print(note, style="dim")
+
+
+def write_markdown(path: Path, tables: Iterable[Table]) -> None:
+    """Write tables as Markdown. Raises BenchError when that is impossible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 RUN_COLUMNS = (
@@ -154,7 +163,7 @@ def plot_lines(
     return path
 
 
-def plot_runs(folder: Path, named: dict[str, Sequence[dict[str, Any]]]) -> list[Path]:
+def plot_runs(folder: Path, named: Mapping[str, Sequence[dict[str, Any]]]) -> list[Path]:
     """Throughput, TTFT and ITL over concurrency, one line per name (and the floor); the files made."""
     made = []
     wanted = (

@@ -13,6 +13,7 @@ from gateway.bench.report import BenchError
 if TYPE_CHECKING:
     from gateway.config_file import Loaded
     from workers.config import EngineConfig
+    from workers.model_store import ModelFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,12 @@ class Target:
     base_dir: Path
     engine: EngineConfig
 
-    def path(self) -> Path:
-        """The model's directory; fetches and unpacks it when need be. Raises BenchError."""
+    def files(self) -> ModelFiles:
+        """The model on disk; fetches and unpacks it when need be. Raises BenchError."""
         from workers.model_store import ModelStoreError, resolve
 
         try:
-            return resolve(self.source, base_dir=self.base_dir).dir
+            return resolve(self.source, base_dir=self.base_dir)
         except ModelStoreError as error:
             raise BenchError(str(error)) from None
 

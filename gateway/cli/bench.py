@@ -197,6 +197,105 @@ def serve(
             _named(plot_runs(plots, {"server": report.runs}))
 
 
+@group.command()
+def compare(
+    a: Annotated[str, typer.Argument(help="A configuration, or a command (in quotes) that writes a report to {json}.")],
+    b: Annotated[str, typer.Argument(help="The other one.")],
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Both run so often, in alternating order.")] = 5,
+    input_tokens: Input = 512,
+    output_tokens: Output = 128,
+    concurrency: Counts = "1,8,32,64",
+    requests: Annotated[int | None, typer.Option("--requests", min=1, help="Per run; default: whole waves.")] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, help="Of one run.")] = 3600.0,
+    json: Json = None,
+) -> None:
+    """Two configurations or commands in alternation: ratios with their spread."""
+    _counts(concurrency)
+    with _speaking():
+        from gateway.bench import compare as comparing
+        from gateway.bench.display import Display
+
+        options = ["--input", str(input_tokens), "--output", str(output_tokens), "--concurrency", concurrency]
+        if requests is not None:
+            options += ["--requests", str(requests)]
+        sides = (comparing.side(a, options), comparing.side(b, options))
+        with Display() as display:
+            report = comparing.compare(sides, rounds, display, timeout_s=timeout_s)
+        _emit(report, [comparing.table(report)], json)
+
+
+@group.command()
+def peers(
+    vllm_python: Annotated[Path | None, typer.Option("--vllm-python", help="An interpreter that has vLLM.")] = None,
+    openvino_python: Annotated[Path | None, typer.Option("--openvino-python", help="One with OpenVINO GenAI.")] = None,
+    llama_python: Annotated[Path | None, typer.Option("--llama-python", help="One with llama-cpp-python.")] = None,
+    config: Config = "demo",
+    model: Model = None,
+    pool: Pool = None,
+    settings: Set = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Every engine runs everything so often.")] = 3,
+    only: Annotated[list[str] | None, typer.Option("--only", help="throughput, gap, gap-512, burst …")] = None,
+    input_tokens: Input = 512,
+    output_tokens: Output = 128,
+    concurrency: Counts = "1,8,32,64",
+    burst: Annotated[int, typer.Option("--burst", min=1, help="Requests of the burst.")] = 200,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of weights and cache, for everybody.")] = "bfloat16",
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="For all; default: one per core.")] = None,
+    chunk: Annotated[int | None, typer.Option("--chunk", min=1, help="Step budget; default: their own.")] = None,
+    json: Json = None,
+    plots: Plots = None,
+) -> None:
+    """Other engines on this machine under the same loads as ours, in turn, and the ratios."""
+    counts = _counts(concurrency)
+    with _speaking():
+        from gateway.bench.display import Display
+        from gateway.bench.peers import contest, known, scenarios
+        from gateway.bench.peers.wire import Settings
+        from gateway.bench.render import plot_runs
+
+        target = _target(config, model, pool, settings)
+        found = known.find({"vllm": vllm_python, "openvino": openvino_python, "llama.cpp": llama_python})
+        sizes = scenarios.Sizes(input=input_tokens, output=output_tokens, concurrency=tuple(counts), burst=burst)
+        base = Settings(dtype=dtype, threads=threads or _cores(), max_step_tokens=chunk)
+        chosen = scenarios.pick(scenarios.scenarios(sizes, base), only or ())
+        race = contest.of(target, found, sizes)
+        say(f"engines: {', '.join(item.peer.name for item in race.engines)}")
+        with Display() as display:
+            race.go(chosen, rounds, display)
+        report = race.report(chosen, {"rounds": rounds, "settings": base.to_json()})
+        _emit(report, contest.tables(report, chosen), json)
+        if plots is not None:
+            _named(plot_runs(plots, contest.throughput_runs(report)))
+
+
+@group.command()
+def tables(
+    config: Config = "demo",
+    model: Model = None,
+    pool: Pool = None,
+    settings: Set = None,
+    only: Annotated[str, typer.Option("--only", help="Which tables: 1,3. Default: all six.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Small loads: to see that it runs, not to publish.")] = False,
+    seed: Seed = 0,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables there as Markdown.")] = None,
+    json: Json = None,
+) -> None:
+    """The tables by which engines are usually compared, measured anew here."""
+    with _speaking():
+        from gateway.bench.display import Display
+        from gateway.bench.render import write_markdown
+        from gateway.bench.tables import catalogue
+        from gateway.bench.tables.lab import QUICK, Sizes
+
+        chosen = catalogue.numbers(only)
+        target = _target(config, model, pool, settings)
+        with Display() as display:
+            report, made = catalogue.tables_report(target, display, chosen, QUICK if quick else Sizes(), seed)
+        _emit(report, made, json)
+        if markdown is not None:
+            write_markdown(markdown, made)
+
+
 @contextmanager
 def _speaking() -> Iterator[None]:
     """What went wrong, as a message for the user."""
@@ -240,6 +339,12 @@ def _figures(option: str, text: str) -> list[float]:
     if any(not 0 < figure < float("inf") for figure in found):
         raise UserError(f"{option} {text!r}: write figures above 0, parted by commas", code=2)
     return found
+
+
+def _cores() -> int:
+    from gateway.bench.report import machine
+
+    return int(machine()["cores"])
 
 
 def _slo(ttft_ms: float | None, tpot_ms: float | None, e2e_ms: float | None) -> Slo:

@@ -30,7 +30,7 @@ class OneEach:
             self.left[name] -= 1
             if not self.left[name]:
                 del self.left[name]
-            news.append(News(name, 1, finished=name not in self.left, cached=3))
+            news.append(News(name, [7], finished=name not in self.left, cached=3))
         return news
 
 
