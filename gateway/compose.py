@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import cast
@@ -98,6 +99,8 @@ def build(
                 lambda: runtime.current.routing,
                 monitor=monitor,
                 caps=settings.queue,
+                fallback=runtime.fallback,
+                on_failover=partial(runtime.failed_over, model.name),
             )
             for model in settings.models
         }

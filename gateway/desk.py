@@ -4,6 +4,7 @@ Rules
 - A ticket is here from its submission to its end; its job is meanwhile in the queue or running there, never in between.
 - ``end`` is the only way out, and works once: it takes the job out of the queue core, makes the scheduler's last
   charge and wakes whoever waits. A flight may outlive its ticket (``flights.py``).
+- The scheduling policy is behind a ``Guarded``: when it fails another one goes on with the same jobs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from gateway.monitor import Monitor
 from gateway.settings import Queue
 from gateway.ticket import Ticket, TicketState
 from gateway.worker_handle import WorkerGoneError, WorkerHandle
+from policies.caps import Caps
+from policies.guard import Failover, Guarded
 from policies.queue import JobQueue
+from policies.scheduling.fcfs import FcfsScheduler
+from policies.shadow import unshadowed
 from policies.spi import SchedulingPolicy
 from policies.types import Charge, JobId, RequeueReason, TenantId
 from workers.protocol import Cancel, Down
@@ -42,24 +47,44 @@ class Desk:
         *,
         monitor: Monitor,
         caps: Queue | None = None,
+        fallback: Callable[[], SchedulingPolicy] = FcfsScheduler,
+        on_failover: Callable[[Failover], None] = lambda failover: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        caps = caps or Queue()
         self.model = model
-        self.queue = JobQueue(
-            policy,
-            max_running_per_tenant=caps.max_running_per_tenant,
-            max_running_tokens_per_tenant=caps.max_running_tokens_per_tenant,
-            max_running_per_class=caps.max_running_per_class,
-            max_passed=caps.max_overtaken,
-        )
-        self.policy_name = policy_name
         self.monitor = monitor
         self.clock = clock
+        self._fallback = fallback
+        self._on_failover = on_failover
+        self.guard = self._guarded(policy, policy_name)
+        self.queue = JobQueue(self.guard)
+        self.guard.arm(self.queue, clock())
+        self.cap(caps or Queue())
         self.tickets: dict[JobId, Ticket] = {}
         self.flights = Flights({pool.name: pool.engine.max_step_tokens for pool in model.config.pools})
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def cap(self, caps: Queue) -> None:
+        """What may run at once from now on; what runs already goes on."""
+        self.queue.caps = Caps(
+            caps.max_running_per_tenant, caps.max_running_tokens_per_tenant, dict(caps.max_running_per_class)
+        )
+        self.queue.max_passed = caps.max_overtaken
+
+    @property
+    def policy_name(self) -> str:
+        """The scheduling policy that is asked now."""
+        return self.guard.name
+
+    def swap(self, policy: SchedulingPolicy, name: str, *, carry_state: bool, probation: bool) -> SchedulingPolicy:
+        """Replace the scheduling policy, keeping every queued job; returns the old one. A failure changes nothing."""
+        now, old, guard = self.clock(), self.guard, self._guarded(policy, name)
+        self.queue.swap(guard, now, carry_state=carry_state)
+        old.policy = unshadowed(old.policy)
+        guard.arm(self.queue, now, old if probation else None)
+        self.guard = guard
+        return old.policy
 
     def enter(self, ticket: Ticket, now: float) -> None:
         """Queue it. Raises ValueError for an id that is here already."""
@@ -105,7 +130,7 @@ class Desk:
             if not self.queue.discard(job.id):
                 with contextlib.suppress(KeyError):  # expired: the queue has let go of it already
                     self.queue.finish(job.id, Charge(), now)
-        except Exception as failure:  # a foreign scheduling policy: its caller must have an end all the same
+        except Exception as failure:  # not even the fallback works: its caller must have an end all the same
             self.monitor.fault("scheduling")
             _log.error("scheduling_failed", policy=self.policy_name, failure=log.describe(failure))
         self._end_span(ticket, error, now, queued=queued)
@@ -142,6 +167,22 @@ class Desk:
             },
             "jobs": [self._describe(self.tickets[job.id], now) for job in self.queue.queued_jobs()[:limit]],
         }
+
+    def _guarded(self, policy: SchedulingPolicy, name: str) -> Guarded:
+        return Guarded(policy, name, fallback=self._fallback, on_failover=self._failed_over)
+
+    def _failed_over(self, failover: Failover) -> None:
+        self.monitor.fault("scheduling")
+        _log.error(
+            "scheduling_rolled_back" if failover.rolled_back else "scheduling_fell_back",
+            model=self.model.name,
+            policy=failover.failed,
+            call=failover.call,
+            successor=failover.successor,
+            queued=len(self.queue),
+            failure=log.describe(failover.error),
+        )
+        self._on_failover(failover)
 
     def _describe(self, ticket: Ticket, now: float) -> Mapping[str, Any]:
         job = ticket.job

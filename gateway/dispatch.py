@@ -5,8 +5,8 @@ Rules
   job is queued or in flight, never between. Turns are woken by a submission, by output that frees room, by a worker
   that comes or goes, by a swap, and by a timer for expiry; wake-ups in one loop iteration make one turn.
 - Late binding: ``gate.py`` says what may be sent; everything else stays in the queue, in the live policy's order.
-- A foreign policy that fails stops no turn for good: routing falls back to the least loaded worker, scheduling is tried
-  again, both are logged and counted.
+- A foreign policy that fails stops no turn: routing falls back to the least loaded worker, scheduling to another policy
+  (``policies/guard.py``); both are logged and counted.
 - What comes back from workers is ``landing.py``'s; what both share is ``desk.py``'s.
 """
 
@@ -22,7 +22,7 @@ from msgspec.structs import replace as with_fields
 from gateway import log
 from gateway import trace_attributes as attributes
 from gateway.desk import Desk, try_send
-from gateway.errors import ApiError, internal, shed, unavailable
+from gateway.errors import internal, no_worker, revoked, shed, shutting_down
 from gateway.flights import Flight
 from gateway.gate import Claim, Load, Room, fill, takes
 from gateway.landing import Landing
@@ -32,7 +32,10 @@ from gateway.settings import Queue
 from gateway.ticket import CancelledByCaller, Ticket, TicketState
 from gateway.trace import NO_TRACE, RequestTrace
 from gateway.worker_handle import WorkerGoneError, WorkerHandle, WorkerLoss, WorkerState
+from policies.guard import Failover
 from policies.queue import Dispatch, JobQueue
+from policies.scheduling.fcfs import FcfsScheduler
+from policies.shadow import ShadowPolicy, unshadowed
 from policies.spi import RoutingPolicy, SchedulingPolicy
 from policies.types import Job, JobId, QueueSnapshot, RequeueReason, RouteDecision, TenantId, Transition
 from workers.protocol import Keep, StepOutputs
@@ -59,10 +62,21 @@ class Dispatcher:
         *,
         monitor: Monitor | None = None,
         caps: Queue | None = None,
+        fallback: Callable[[], SchedulingPolicy] = FcfsScheduler,
+        on_failover: Callable[[Failover], None] = lambda failover: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``routing`` returns the live policy: it may be swapped between two turns."""
-        self._desk = Desk(model, policy, policy_name, monitor=monitor or Monitor(), caps=caps, clock=clock)
+        """``routing`` returns the live policy, ``fallback`` makes what goes on where a scheduling policy fails."""
+        self._desk = Desk(
+            model,
+            policy,
+            policy_name,
+            monitor=monitor or Monitor(),
+            caps=caps,
+            fallback=fallback,
+            on_failover=on_failover,
+            clock=clock,
+        )
         self._landing = Landing(self._desk)
         self._routing = routing
         self._handles: dict[str, WorkerHandle] = {}
@@ -180,12 +194,32 @@ class Dispatcher:
         """The queue as ``/admin/queue`` shows it."""
         return {**self._desk.snapshot(limit), "workers_ready": self.ready}
 
-    def swap(self, policy: SchedulingPolicy, name: str, *, carry_state: bool = True) -> SchedulingPolicy:
+    def swap(
+        self, policy: SchedulingPolicy, name: str, *, carry_state: bool = True, probation: bool = True
+    ) -> SchedulingPolicy:
         """Replace the scheduling policy, keeping every queued job; returns the old one. A failure changes nothing."""
-        old = self.queue.swap(policy, self._desk.clock(), carry_state=carry_state)
-        self._desk.policy_name = name
+        old = self._desk.swap(policy, name, carry_state=carry_state, probation=probation)
         self.wake()
         return old
+
+    @property
+    def scheduling(self) -> tuple[str, SchedulingPolicy]:
+        """The scheduling policy that is asked now, with its name."""
+        return self._desk.policy_name, unshadowed(self._desk.guard.policy)
+
+    def shadow(self, candidate: SchedulingPolicy | None) -> ShadowPolicy | None:
+        """Have ``candidate`` watch the live policy from now on; None: nobody. Raises what the candidate raises."""
+        live = self._desk.guard.policy = self.scheduling[1]
+        if candidate is None:
+            return None
+        shadow = ShadowPolicy(live, candidate, self.queue.queued_jobs(), self._desk.clock())
+        self._desk.guard.policy = shadow
+        return shadow
+
+    def cap(self, caps: Queue) -> None:
+        """What may run at once from now on."""
+        self._desk.cap(caps)
+        self.wake()
 
     def close(self) -> None:
         """Take no new requests; what is here goes on."""
@@ -246,7 +280,7 @@ class Dispatcher:
                 self._expired(self._desk.tickets[job.id], now)
             if len(self.queue):
                 self._fill(now)
-        except Exception as error:  # a foreign scheduling policy: the jobs stay, their wait runs out at worst
+        except Exception as error:  # not even the fallback works: the jobs stay, their wait runs out at worst
             policy = self._desk.policy_name
             _log.error("turn_failed", model=self.model.name, policy=policy, failure=log.describe(error))
             self._desk.monitor.fault("scheduling")
@@ -364,24 +398,3 @@ class Dispatcher:
         if not snapshot.service_rate:
             return 1.0
         return min(MAX_RETRY_AFTER_S, max(1.0, snapshot.queued_tokens / snapshot.service_rate))
-
-
-def shutting_down() -> ApiError:
-    """503: this gateway is going away."""
-    return unavailable("The gateway is shutting down. Retry against another one.", "shutting_down")
-
-
-def revoked() -> ApiError:
-    """403: the operator ended it. Not a 5xx, or clients would send it again by themselves."""
-    return ApiError(
-        403,
-        "The operator ended this request.",
-        type="permission_error",
-        code="cancelled_by_operator",
-        outcome="cancelled",
-    )
-
-
-def no_worker(model: str) -> ApiError:
-    """503: nobody is there to run it."""
-    return unavailable(f"No worker of the model {model[:128]!r} is ready.", "no_worker", retry_after_s=5.0)

@@ -118,3 +118,24 @@ def internal() -> ApiError:
     return ApiError(
         500, "Internal error. Quote the x-request-id to your operator.", type="server_error", code="internal"
     )
+
+
+def shutting_down() -> ApiError:
+    """503: this gateway is going away."""
+    return unavailable("The gateway is shutting down. Retry against another one.", "shutting_down")
+
+
+def revoked() -> ApiError:
+    """403: the operator ended it. Not a 5xx, or clients would send it again by themselves."""
+    return ApiError(
+        403,
+        "The operator ended this request.",
+        type="permission_error",
+        code="cancelled_by_operator",
+        outcome="cancelled",
+    )
+
+
+def no_worker(model: str) -> ApiError:
+    """503: nobody is there to run it."""
+    return unavailable(f"No worker of the model {model[:128]!r} is ready.", "no_worker", retry_after_s=5.0)

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Callable
 from starlette.types import Scope
 
 from gateway import log
-from gateway.dispatch import Dispatcher, no_worker
-from gateway.errors import ApiError, bad_request, shed, throttled, unauthenticated, unavailable
+from gateway.dispatch import Dispatcher
+from gateway.errors import ApiError, bad_request, no_worker, shed, throttled, unauthenticated, unavailable
 from gateway.http.middleware import request_id
 from gateway.monitor import Monitor
 from gateway.runtime import PolicySet

@@ -189,6 +189,11 @@ class ShadowPolicy:
             _check(candidate.discard(job.id), f"it did not know {job.id!r}")
 
 
+def unshadowed(policy: SchedulingPolicy) -> SchedulingPolicy:
+    """The live policy, whether it has a shadow or not."""
+    return policy.live if isinstance(policy, ShadowPolicy) else policy
+
+
 def _fits_or(fits: Fits, job: Job) -> Fits:
     """``fits``, and ``job`` for certain: the live policy has just found that it does."""
     return lambda other: other.id == job.id or fits(other)
