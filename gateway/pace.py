@@ -1,18 +1,18 @@
 """When a worker whose cache fills up gets its next job: evenly spaced, so that answers also end evenly spaced.
 
-Answers that begin together and are about equally long end together. A cache filled at once then overflows (sequences are
-preempted and computed again), empties at once, and meanwhile nobody gets in, whatever the scheduling policy says: the
-next to be served waits for a whole answer. Nothing in continuous batching pulls such a clump apart again. Spacing does:
-under pressure a job is sent when the previous one has had its part of the cache to itself, so that as much begins as
-ends in a steady state (Little's law: jobs in flight = rate × residence).
+Answers that begin together and are about equally long end together. A cache filled at once then overflows (sequences
+are preempted and computed again), empties at once, and meanwhile nobody gets in, whatever the scheduling policy says:
+the next to be served waits for a whole answer. Nothing in continuous batching pulls such a clump apart again. Spacing
+does: under pressure a job is sent when the previous one has had its part of the cache to itself, so that as much begins
+as ends in a steady state (Little's law: jobs in flight = rate × residence).
 
 Rules
-- A job of P prompt and O output tokens holds P + t tokens in step t: P·O + O²/2 token-steps of the M that the cache offers
-  per step, so the next job may follow (P·O + O²/2) / M steps later. O is learned: what share of their ``max_tokens``
-  recent answers had.
+- A job of P prompt and O output tokens holds P + t tokens in step t: P·O + O²/2 token-steps of the M that the cache
+  offers per step, so the next job may follow (P·O + O²/2) / M steps later. O is learned: what share of their
+  ``max_tokens`` recent answers had.
 - Below ``FREE`` of the cache committed (P + O/2 per job in flight) jobs are sent at once: an idle worker fills up fast.
-- Answers of different length end apart by themselves; the more they differ, the less is spaced, and from a coefficient of
-  variation of ``MAX_SPREAD`` on nothing is. Neither is anything before ``MIN_ANSWERS`` have ended.
+- Answers of different length end apart by themselves; the more they differ, the less is spaced, and from a coefficient
+  of variation of ``MAX_SPREAD`` on nothing is. Neither is anything before ``MIN_ANSWERS`` have ended.
 - Counted in the worker's own steps: no clock here, and a slow worker is not rushed.
 """
 

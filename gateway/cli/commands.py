@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gateway.cli import bench, config, doctor, model, plugins, serve, token, top, worker
+from gateway.cli import bench, config, doctor, model, plugins, serve, simulate, token, top, worker
 
 app = typer.Typer(
     name="forebay",
@@ -24,3 +24,4 @@ doctor.register(app)
 model.register(app)
 bench.register(app)
 top.register(app)
+simulate.register(app)

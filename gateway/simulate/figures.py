@@ -1,8 +1,8 @@
 """What a run comes to: shares, fairness, waiting times. The keys of ``as_json`` are fixed; tools and tests read them.
 
 Definitions
-- ``share``: a tenant's part of the service over the intervals in which all tenants are backlogged; over the whole run where
-  there is no such interval (``backlogged_s`` tells).
+- ``share``: a tenant's part of the service over the intervals in which all tenants are backlogged; over the whole run
+  where there is no such interval (``backlogged_s`` tells).
 - ``jain``: Jain's index (Jain, Chiu and Hawe, 1984) of service ÷ weight over the same intervals.
 - ``max_service_difference``: the largest difference between what two tenants got, service ÷ weight, over any interval
   throughout which both are backlogged (VTC, OSDI'24, theorem 4.4 bounds it). Over the first ``MANY`` tenants.

@@ -1,8 +1,8 @@
-"""The gateway's side of a run: its own admission, quota, queue, gate and routing objects, with a clock that is passed in.
+"""The gateway's side of a run: its own admission, quota, queue, gate and routing, with a clock that is passed in.
 
 Rules
-- The order of a request is the pipeline's (``gateway/pipeline.py``): admission → quota reserve → queue → route → dispatch
-  → settle. The gate is ``gateway.gate``, a worker's figures are kept by the gateway's own ``WorkerHandle``, what a
+- The order of a request is the pipeline's (``gateway/pipeline.py``): admission → quota reserve → queue → route →
+  dispatch → settle. The gate is ``gateway.gate``, a worker's figures are kept by the gateway's own ``WorkerHandle``, what a
   request cost by its ``Meter``.
 - No clock and no event loop: a quota policy's coroutines are run to their end at once; one that waits for anything
   cannot be simulated, and says so.
@@ -56,7 +56,14 @@ class Front:
         def build(kind: Kind, use: Use) -> Any:
             return loaded.registry.build(kind, use.use, use.with_, loaded.context())
 
-        self.queue = JobQueue(cast(SchedulingPolicy, build("scheduling", scenario.policy)))
+        caps = scenario.queue
+        self.queue = JobQueue(
+            cast(SchedulingPolicy, build("scheduling", scenario.policy)),
+            max_running_per_tenant=caps.max_running_per_tenant,
+            max_running_tokens_per_tenant=caps.max_running_tokens_per_tenant,
+            max_running_per_class=caps.max_running_per_class,
+            max_passed=caps.max_overtaken,
+        )
         self.ledger = Ledger(scenario)
         self.dispatched = 0
         self._admission = cast(AdmissionPolicy, build("admission", scenario.admission))

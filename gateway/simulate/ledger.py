@@ -3,8 +3,8 @@
 Rules
 - Service is ``input_cost`` · prompt tokens computed + ``cached_cost`` · cached ones + ``output_cost`` · output tokens,
   of work that ran, when the worker reports it. Recomputed tokens are nobody's.
-- A tenant is backlogged while a job of it is queued. A row of the series holds every tenant's service at a moment and who
-  is backlogged from then on; rows are written whenever one of them may have changed.
+- A tenant is backlogged while a job of it is queued. A row of the series holds every tenant's service at a moment and
+  who is backlogged from then on; rows are written whenever one of them may have changed.
 - With more than ``MANY`` tenants rows are at least a thousandth of the run apart, to bound the memory.
 """
 

@@ -1,4 +1,4 @@
-"""A scenario file: who asks for what, of which workers, under which policies. Unknown keys are errors with their path."""
+"""A scenario file: who asks for what, of which workers, under which policies. Unknown keys are errors, with paths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from gateway.settings import LimitsConfig, SettingsError
+from gateway.settings import LimitsConfig, Queue, SettingsError
 from gateway.simulate.arrivals import Arrivals, Log, Part, Rate
 from gateway.simulate.lengths import MAX_TOKENS, Lengths, Tokens
 
@@ -130,6 +130,8 @@ class Scenario(Part):
     admission: Use = Use(use="open")
     quota: Use = Use(use="unlimited")
     routing: Use = Use(use="least_loaded")
+    queue: Queue = Queue()
+    """Caps, as in the gateway's configuration."""
     service: Service | None = None
     workers: Workers = Workers()
     tenants: tuple[ScenarioTenant, ...] = Field(min_length=1)

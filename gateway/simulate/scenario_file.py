@@ -1,4 +1,4 @@
-"""Reading a scenario: every mistake at once, with its path and line; policies are checked against what is registered."""
+"""Reading a scenario: every mistake at once, with path and line; policies are checked against what is registered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker in virtual time: the engine's planner and block pool; instead of a model, a function says how long steps take.
+"""A worker in virtual time: the engine's planner and block pool; not a model but a function says how long steps take.
 
 Rules
 - As in a real worker, what arrives during a step is read before the next one is planned, and the next one is planned

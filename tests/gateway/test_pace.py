@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +39,7 @@ def test_a_steady_state_is_kept() -> None:
         while not pace.rest:
             sent.append(step)
             pace.sent(256, 256)
-    gaps = [b - a for a, b in zip(sent, sent[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(sent)]
     assert 1000 / 9.83 - 2 <= len(sent) <= 1000 / 9.83 + 2
     assert min(gaps[1:]) >= 8
 

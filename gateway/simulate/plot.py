@@ -1,0 +1,88 @@
+"""PNG plots of one or several runs of a scenario. Needs matplotlib (extra ``plot``), imported when called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gateway.simulate.figures import Figures
+
+MAX_LINES = 12
+"""Tenants drawn; more are unreadable."""
+_POINTS = 600
+_DPI = 80
+
+
+class NoPlots(RuntimeError):  # noqa: N818 - a statement about the installation
+    """matplotlib is not installed."""
+
+
+def plot(runs: Mapping[str, Figures], path: Path, *, title: str = "") -> None:
+    """Three panels per run: service per tenant over time, its accumulated difference, distribution of the TTFT.
+
+    ``runs``: label → figures, one row of panels each. Raises NoPlots, OSError.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise NoPlots("plots need matplotlib: pip install 'forebay[plot]'") from None
+    figure: Any = Figure(figsize=(15, 4.2 * len(runs)), dpi=_DPI, layout="constrained")
+    axes = figure.subplots(len(runs), 3, squeeze=False)
+    for row, (label, figures) in zip(axes, runs.items(), strict=True):
+        _service(row[0], figures, label)
+        _difference(row[1], figures, label)
+        _ttft(row[2], figures, label)
+    if title:
+        figure.suptitle(title)
+    figure.savefig(path, format="png")
+
+
+def _service(axes: Any, figures: Figures, label: str) -> None:
+    moments = np.linspace(0, figures.run.elapsed_s, _POINTS)
+    for i, tenant in _drawn(figures):
+        axes.plot(moments, np.interp(moments, figures.series.times, figures.series.service[:, i], left=0), label=tenant)
+    axes.set(title=f"{label}: service per tenant", xlabel="seconds", ylabel="cost of tokens served")
+    axes.legend(fontsize="small")
+
+
+def _difference(axes: Any, figures: Figures, label: str) -> None:
+    """Between the most and the least served of those that are backlogged, service ÷ weight since the run began."""
+    series = figures.series
+    level = series.service / series.weights
+    waits = np.array([[bool(mask >> i & 1) for i in range(level.shape[1])] for mask in series.masks])
+    several = waits.sum(axis=1) > 1
+    gap = np.full(len(level), np.nan)
+    if several.any():
+        most = np.where(waits, level, -np.inf).max(axis=1)
+        least = np.where(waits, level, np.inf).min(axis=1)
+        gap[several] = (most - least)[several]
+    keep = np.linspace(0, len(gap) - 1, min(len(gap), 4 * _POINTS)).astype(int)
+    axes.plot(series.times[keep], gap[keep], color="tab:red", linewidth=1)
+    axes.set(
+        title=f"{label}: difference between backlogged tenants",
+        xlabel="seconds",
+        ylabel="service ÷ weight",
+        ylim=(0, None),
+    )
+
+
+def _ttft(axes: Any, figures: Figures, label: str) -> None:
+    drawn = False
+    for i, tenant in _drawn(figures):
+        values = np.sort(np.array(figures.run.ledger.accounts[i].ttfts))
+        if not len(values):
+            continue
+        keep = np.linspace(0, len(values) - 1, min(len(values), _POINTS)).astype(int)
+        axes.plot(np.maximum(values[keep], 1e-3), (keep + 1) / len(values), label=tenant)
+        drawn = True
+    axes.set(title=f"{label}: time to first token", xlabel="seconds", ylabel="share of requests", ylim=(0, 1))
+    if drawn:
+        axes.set_xscale("log")
+        axes.legend(fontsize="small")
+
+
+def _drawn(figures: Figures) -> list[tuple[int, str]]:
+    return list(enumerate(figures.run.ledger.tenants))[:MAX_LINES]
