@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.workers.model.matrix import Models
 from workers.model_store import ModelFiles, resolve
 
 CUT_LAYERS, CUT_VOCAB = 2, 4096
@@ -48,3 +49,9 @@ def smollm2_cut(smollm2: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -
     for name in ("tokenizer.json", "generation_config.json"):
         (folder / name).symlink_to(smollm2.dir / name)
     return folder
+
+
+@pytest.fixture(scope="session")
+def models() -> Models:
+    """Loaded models that cells share."""
+    return {}

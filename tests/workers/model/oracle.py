@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 MARGIN = 1e-3
-LENGTHS = (8, 12, 16, 20, 28, 32, 40)
+LENGTHS = (8, 12, 8, 16, 12, 20, 36)
 """All multiples of 4, so that every prompt ends on a border of blocks of 4 tokens."""
 
 _TEXT = """The forebay is the pool just upstream of the turbines, where water is held back and evened out. In
@@ -35,13 +35,15 @@ class Case:
     expected: list[int]
     logprobs: list[float]
     """Of the expected tokens."""
+    margins: list[float]
+    """By how much each beats the next best logit."""
 
 
-def prompts(tokenizer: Path, vocab: int, count: int) -> list[list[int]]:
-    """``count`` different pieces of running text as token ids below ``vocab``."""
+def prompts(tokenizer: Path, vocab: int, count: int, sizes: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    """``count`` different pieces of running text, ``sizes`` in turn, as token ids below ``vocab``."""
     ids = [token for token in Tokenizer.from_file(str(tokenizer)).encode(_TEXT).ids if token < vocab]
-    starts = random.Random(2).sample(range(len(ids) - max(LENGTHS)), count)
-    lengths = (LENGTHS[index % len(LENGTHS)] for index in range(count))
+    starts = random.Random(2).sample(range(len(ids) - max(sizes)), count)
+    lengths = (sizes[index % len(sizes)] for index in range(count))
     return [ids[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
 
@@ -53,15 +55,15 @@ def greedy(directory: Path, wanted: list[list[int]], new_tokens: int) -> list[Ca
     for _, group in groupby(order, key=lambda index: len(wanted[index])):
         members = list(group)
         tokens = torch.tensor([wanted[index] for index in members])  # equal lengths: the oracle needs no padding
-        chosen, logprobs, clear = _continue(model, tokens, new_tokens)
+        figures = _continue(model, tokens, new_tokens)
         for line, index in enumerate(members):
-            keep = int(clear[line].cumprod(0).sum())
-            found[index] = Case(wanted[index], chosen[line, :keep].tolist(), logprobs[line, :keep].tolist())
+            keep = int((figures[2][line] > MARGIN).long().cumprod(0).sum())
+            found[index] = Case(wanted[index], *(figure[line, :keep].tolist() for figure in figures))
     return [found[index] for index in range(len(wanted))]
 
 
 def _continue(model: Any, tokens: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, their log probabilities and whether their margin is clear, each [batch, steps]."""
+    """Token ids, their log probabilities and their margins, each [batch, steps]."""
     model.generation_config.eos_token_id = None  # nothing stops early
     found = model.generate(
         tokens,
@@ -75,4 +77,4 @@ def _continue(model: Any, tokens: torch.Tensor, steps: int) -> tuple[torch.Tenso
     best = logits.topk(2)
     assert torch.equal(best.indices[..., 0], found.sequences[:, tokens.shape[1] :])
     logprobs = best.values[..., 0] - logits.logsumexp(-1)
-    return best.indices[..., 0], logprobs, (best.values[..., 0] - best.values[..., 1] > MARGIN).long()
+    return best.indices[..., 0], logprobs, best.values[..., 0] - best.values[..., 1]
