@@ -29,7 +29,8 @@ class Gatekeeper:
     """Calls the policies of a request's ``PolicySet``."""
 
     def __init__(self, *, budget_s: float, monitor: Monitor, clock: Callable[[], float]) -> None:
-        self._budget_s = budget_s
+        self.budget_s = budget_s
+        """Seconds that one auth or quota call may take. May be changed at any time."""
         self._monitor = monitor
         self._clock = clock
 
@@ -61,7 +62,7 @@ class Gatekeeper:
     @contextlib.asynccontextmanager
     async def _budget(self, kind: str, name: str) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._budget_s):
+            async with asyncio.timeout(self.budget_s):
                 yield
         except ApiError:
             raise

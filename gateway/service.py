@@ -5,7 +5,8 @@ Rules
   ``/healthz`` is 200 from the first moment, ``/readyz`` once every model has its tokenizer and a ready worker.
 - ``drain``: not ready at once, new requests get 503, running and queued ones go on for at most ``drain_s``; the rest
   then ends with 503, or an error event where it streams. Every reservation is settled before it returns.
-- ``reload`` reads the file again. A mistake in it changes nothing; what needs a restart is named, not half-done.
+- ``reload`` reads the file again. A mistake in it changes nothing; what needs a restart is named, not half-done
+  (``reloading.py``). It is the truth for all it names: what the admin API changed meanwhile goes back to what it says.
 - ``stop`` ends children and background work, also after a failed start.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from gateway.models import ModelHandle, Models, load_model
 from gateway.pipeline import Pipeline
 from gateway.pool import Pool
 from gateway.recent import RecentRequests
+from gateway.reloading import Reloaded, compare, in_force
 from gateway.runtime import Runtime
 from gateway.settings import PolicyUse, Settings
 from gateway.telemetry import Telemetry
@@ -39,8 +41,6 @@ from workers.model_store import Progress
 
 _log = log.get("gateway")
 
-_RESTART = ("listen", "admin", "plugins", "models", "telemetry")
-"""Sections that a reload does not change."""
 _MAX_RETRY_S = 30.0
 _LAST_WORDS_S = 2.0
 """How long requests that were cut off by the end of a drain may take to tell their callers."""
@@ -87,6 +87,7 @@ class Gateway:
         self._base_dir = base_dir
         self._config_path = config_path
         self._tasks: list[asyncio.Task[None]] = []
+        self._reloading = asyncio.Lock()
         self._started = False
         self._draining = False
 
@@ -126,27 +127,39 @@ class Gateway:
             pool.start()
         self._started = True
 
-    async def reload(self) -> None:
+    async def reload(self) -> Reloaded:
         """Read the configuration file again. Raises ConfigErrors, PolicyConfigError …; nothing has changed then."""
         if self._config_path is None:
             raise ValueError("this gateway was not started from a file")
-        loaded = await asyncio.to_thread(load, self._config_path)
-        loaded.verify(self.parts.registry)
-        settings = loaded.settings
-        live = self.parts.runtime.current.uses
-        wanted: dict[Kind, PolicyUse] = {kind: getattr(settings.policies, kind) for kind in KINDS}
-        changes = {kind: use for kind, use in wanted.items() if use != live[kind]}
-        if changes:
-            await self.parts.runtime.swap(changes)
+        async with self._reloading:
+            loaded = await asyncio.to_thread(load, self._config_path)
+            loaded.verify(self.parts.registry)
+            settings = loaded.settings
+            done = compare(self.settings, settings)
+            current = self.parts.runtime.current
+            wanted: dict[Kind, PolicyUse] = {kind: getattr(settings.policies, kind) for kind in KINDS}
+            changes = {kind: use for kind, use in wanted.items() if use != current.uses[kind]}
+            if current.fallbacks:  # it failed, and the operator has done something about it
+                changes["scheduling"] = wanted["scheduling"]
+            if changes:
+                await self.parts.runtime.swap(changes)
+            others = [path for path in done.changed if not path.startswith("policies.")]
+            done = replace(done, changed=(*(f"policies.{kind}" for kind in changes), *others))
+            self._apply(in_force(self.settings, settings))
+        _log.info("reloaded", changed=len(done.changed), policies=sorted(changes), tenants=len(settings.tenants))
+        if done.needs_restart:
+            _log.warning("reload_needs_restart", keys=", ".join(done.needs_restart))
+        return done
+
+    def _apply(self, settings: Settings) -> None:
+        """What can change while requests run, but for the policies: for requests that arrive from now on."""
+        self.settings = settings
         self.parts.tenants.reload(settings)
         self.parts.metrics.configure(settings)
         self.parts.pipeline.retime(settings.timeouts)
-        ignored = [name for name in _RESTART if getattr(settings, name) != getattr(self.settings, name)]
-        if ignored:
-            _log.warning("reload_needs_restart", sections=ignored)
-        kept = {name: getattr(self.settings, name) for name in _RESTART}
-        self.settings = settings.model_copy(update=kept)
-        _log.info("reloaded", policies=sorted(changes), tenants=len(settings.tenants))
+        self.parts.gatekeeper.budget_s = settings.timeouts.policy_s
+        for dispatcher in self.parts.dispatchers.values():
+            dispatcher.cap(settings.queue)
 
     async def drain(self) -> None:
         """Take nothing new, let what runs end, cut off the rest."""

@@ -40,10 +40,14 @@ def reload(
     config: Annotated[Path | None, typer.Option("--config", help="Where the gateway's admin address stands.")] = None,
     url: Annotated[str | None, typer.Option("--url", help="Admin URL, instead of the configuration's.")] = None,
 ) -> None:
-    """Tell a running gateway to read its configuration file again."""
+    """Tell a running gateway to read its configuration file again: what changed, and what waits for a restart."""
     import json
 
     from gateway.cli.admin import AdminClient
 
     answer = AdminClient.of(url, str(config) if config else None).post("/admin/policies", {"reload": True})
     print(json.dumps(answer, indent=2))
+    done = answer["reload"]
+    say(f"In force now: {', '.join(done['changed'])}." if done["changed"] else "Nothing that can change live is new.")
+    if done["needs_restart"]:
+        say(f"Needs a restart: {', '.join(done['needs_restart'])}.")

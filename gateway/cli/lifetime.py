@@ -40,7 +40,7 @@ class Service(Protocol):
         """End children and background work. Called once, also after a failed start."""
         ...
 
-    async def reload(self) -> None:
+    async def reload(self) -> object:
         """Read the configuration again. Raises when that fails; nothing has changed then."""
         ...
 

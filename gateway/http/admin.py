@@ -10,32 +10,28 @@ Rules
 
 from __future__ import annotations
 
-import contextlib
 import hmac
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.config_file import ConfigErrors
 from gateway.console_data import ConsoleData
-from gateway.errors import ApiError, bad_request, forbidden
+from gateway.errors import ApiError, forbidden
 from gateway.http.console.app import ROOT as CONSOLE
 from gateway.http.console.app import console_app
 from gateway.http.locality import host_name, is_loopback
 from gateway.http.middleware import error_response, exception_handlers, guard
-from gateway.policy_view import without_secrets
+from gateway.http.policies import PoliciesApi
 from gateway.purge import purge
-from gateway.settings import Admin, PolicyUse
+from gateway.settings import Admin
 from gateway.timed import unwrap
-from policies.spi import KINDS, Kind, PolicyConfigError, QuotaView
+from policies.spi import QuotaView
 from policies.types import TenantId
 
 if TYPE_CHECKING:
@@ -48,14 +44,14 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def admin_app(gateway: Gateway) -> ASGIApp:
     """The ASGI application of the admin listener."""
-    api = _Api(gateway)
+    api, policies = _Api(gateway), PoliciesApi(gateway)
     routes = [
         Route("/healthz", api.health, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),
         Route("/admin/tenants", api.tenants, methods=["GET"]),
         Route("/admin/tenants/{tenant}/cache", api.purge, methods=["DELETE"]),
-        Route("/admin/policies", api.policies, methods=["GET"]),
-        Route("/admin/policies", api.swap, methods=["POST"]),
+        Route("/admin/policies", policies.show, methods=["GET"]),
+        Route("/admin/policies", policies.change, methods=["POST"]),
         Route("/admin/queue", api.queue, methods=["GET"]),
         Route("/admin/workers", api.workers, methods=["GET"]),
         Route("/admin/overview", api.overview, methods=["GET"]),
@@ -163,31 +159,6 @@ class _Api:
             }
         )
 
-    async def policies(self, _: Request) -> Response:
-        return JSONResponse(self._policies())
-
-    async def swap(self, request: Request) -> Response:
-        """``{"scheduling": {"use": "fcfs", "with": {}}, …}`` swaps, ``{"reload": true}`` reads the file again."""
-        body = await _json_object(request)
-        try:
-            if body == {"reload": True}:
-                await self._gateway.reload()
-            else:
-                await self._parts.runtime.swap(_changes(body))
-        except (PolicyConfigError, ConfigErrors) as error:
-            raise bad_request(f"Nothing was changed. {error}", code="invalid_policy") from error
-        except ApiError:
-            raise
-        except Exception as error:
-            # The operator's own plugin or file: the reason is for them. Its class and text are all there is.
-            raise ApiError(
-                409,
-                f"Nothing was changed: {type(error).__name__}: {error}",
-                type="invalid_request_error",
-                code="swap_failed",
-            ) from error
-        return JSONResponse(self._policies())
-
     async def queue(self, _: Request) -> Response:
         return JSONResponse({"models": [dispatcher.snapshot() for dispatcher in self._parts.dispatchers.values()]})
 
@@ -205,37 +176,3 @@ class _Api:
             )
         receipt = await purge(tenant, self._parts.tenants, self._parts.pools, self._parts.secret)
         return JSONResponse(receipt.body(), 200 if receipt.complete else 202)
-
-    def _policies(self) -> dict[str, Any]:
-        current = self._parts.runtime.current
-        return {
-            "generation": current.generation,
-            "policies": {
-                kind: {"use": use.use, "with": without_secrets(use.with_)} for kind, use in current.uses.items()
-            },
-        }
-
-
-async def _json_object(request: Request) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, RecursionError):
-        body = json.loads(await request.body())
-        if isinstance(body, dict):
-            return body
-    raise bad_request('Send a JSON object, e.g. {"scheduling": {"use": "fcfs"}}.')
-
-
-def _changes(body: Mapping[str, Any]) -> dict[Kind, PolicyUse]:
-    """The policies block of a request. Raises ApiError 400."""
-    if not body:
-        raise bad_request(f"Name at least one kind: {', '.join(KINDS)}.")
-    changes: dict[Kind, PolicyUse] = {}
-    for kind, use in body.items():
-        if kind not in KINDS:
-            raise bad_request(f"{kind[:64]!r} is no kind of policy; kinds are {', '.join(KINDS)}.", param=kind[:64])
-        try:
-            changes[kind] = PolicyUse.model_validate(use)
-        except ValidationError as error:
-            detail = error.errors(include_url=False)[0]
-            path = ".".join(map(str, (kind, *detail["loc"])))
-            raise bad_request(f"{path}: {detail['msg']}", param=path) from None
-    return changes
