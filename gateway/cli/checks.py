@@ -10,7 +10,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,13 +121,27 @@ def devices() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """A C++ compiler is optional: native kernels are built with it where there is one."""
-    configured = (sysconfig.get_config_var("CXX") or "").split(" ")[0]
-    for candidate in (os.environ.get("CXX"), configured, "c++", "g++", "clang++"):
-        if candidate and (path := shutil.which(candidate)):
-            yield Finding("ok", "C++ compiler", path)
-            return
-    yield Finding("note", "C++ compiler", "none; PyTorch's own kernels are used (slower on a CPU)")
+    """A C++ compiler is optional: the native CPU kernel is built with it where there is one. Builds nothing itself."""
+    from workers.model.native import build  # no torch
+
+    found = build.compiler()
+    if found is None:
+        yield Finding("note", "C++ compiler", "none (g++, c++, clang++ or $CXX)")
+        yield Finding("note", "native kernel", "cannot be built without a compiler; PyTorch is used, slower on a CPU")
+        return
+    yield Finding("ok", "C++ compiler", found)
+    flags = f"{build.architecture_flag()} {build.optimisation()}"
+    if not build.place_of(found).exists():
+        yield Finding(
+            "note", "native kernel", f"not built yet ({flags}): the first worker compiles it, about 20 s, once"
+        )
+        return
+    try:
+        kernel = build.load()
+    except build.NativeUnavailableError as error:
+        yield Finding("fail", "native kernel", f"{error}; remove {build.place_of(found)} to have it built anew")
+    else:
+        yield Finding("ok", "native kernel", f"{kernel.fb_isa().decode()} ({flags}), {build.place_of(found)}")
 
 
 def cache() -> Iterator[Finding]:

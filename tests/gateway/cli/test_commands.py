@@ -173,9 +173,16 @@ def test_doctor_finds_this_tree_in_order(tmp_path: Path) -> None:
     assert done.returncode == 0
     for name in ("gateway", "policies", "workers"):
         assert findings[f"import {name}"]["detail"] == str(ROOT / name)
-    assert {"python", "device cpu", "C++ compiler", "cache", "port listen", "model smollm2", "token key"} <= set(
-        findings
-    )
+    assert {
+        "python",
+        "device cpu",
+        "C++ compiler",
+        "native kernel",
+        "cache",
+        "port listen",
+        "model smollm2",
+        "token key",
+    } <= set(findings)
 
 
 def test_doctor_fails_for_a_taken_port(tmp_path: Path) -> None:

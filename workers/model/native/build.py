@@ -47,6 +47,11 @@ def optimisation() -> str:
     return os.environ.get("FOREBAY_NATIVE_OPT", "-O3")
 
 
+def place_of(cxx: str) -> Path:
+    """Where the kernel that ``cxx`` makes lies, or will lie, in the cache."""
+    return cache_dir() / "kernels" / f"step-{_key(cxx)}.so"
+
+
 def library() -> Path:
     """Path of the compiled kernel, compiling it when it is not in the cache (about 20 s, once).
 
@@ -55,10 +60,10 @@ def library() -> Path:
     cxx = compiler()
     if cxx is None:
         raise NativeUnavailableError("no C++ compiler (g++, c++ or clang++) on the path; install one or set CXX")
-    folder = cache_dir() / "kernels"
-    place = folder / f"step-{_key(cxx)}.so"
+    place = place_of(cxx)
     if place.exists():
         return place
+    folder = place.parent
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,0 +1,60 @@
+"""What doctor says of the native kernel: without a compiler, before it is built, built, and damaged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.cli import checks
+from workers.model.native import build
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty cache, and nothing remembered of another."""
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path))
+    build.load.cache_clear()
+
+
+def kernel() -> tuple[str, str]:
+    """Status and detail of the line about the kernel."""
+    found = {finding.what: finding for finding in checks.compiler()}
+    return found["native kernel"].status, found["native kernel"].detail
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert kernel() == ("note", "cannot be built without a compiler; PyTorch is used, slower on a CPU")
+
+
+def test_before_and_after_it_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FOREBAY_NATIVE_OPT", "-O0")
+    monkeypatch.setenv("FOREBAY_NATIVE_MARCH", "x86-64-v3")
+    status, detail = kernel()
+    assert (status, detail.split(":")[0]) == ("note", "not built yet (-march=x86-64-v3 -O0)")
+    assert not list(tmp_path.rglob("*.so"))  # looking builds nothing
+    place = build.library()
+    status, detail = kernel()
+    assert (status, detail) == ("ok", f"avx2 (-march=x86-64-v3 -O0), {place}")
+
+
+def test_a_damaged_kernel_fails_and_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    cxx = build.compiler()
+    assert cxx is not None
+    place = build.place_of(cxx)
+    place.parent.mkdir(parents=True)
+    place.write_bytes(b"\x7fELF, cut off")
+    status, detail = kernel()
+    assert status == "fail"
+    assert "does not load" in detail
+    assert f"remove {place} to have it built anew" in detail
+
+
+def test_looking_at_the_kernel_loads_no_torch() -> None:
+    code = "import sys; from gateway.cli import checks; list(checks.compiler()); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
