@@ -4,6 +4,7 @@ Rules
 - A cap only holds back, it never picks: a capped tenant or class waits for its own jobs, and nobody waits for it.
 - Tokens are counted at their most (``Job.total_tokens``), so that running jobs cannot grow past the cap. A job that
   alone is above it runs when its tenant has nothing else running: a cap delays, it never locks out.
+- Where a policy keeps one line per tenant, a capped job at its head also holds up its own tenant's other jobs.
 - A cap on a class keeps the remaining slots for the others: bulk work that filled every slot would make priority
   meaningless, since a running job is not taken off again.
 """

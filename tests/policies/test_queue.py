@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from policies.caps import Caps
 from policies.queue import MAX_BEHIND, JobQueue
 from policies.scheduling._tariff import Tariff
 from policies.scheduling.fcfs import FcfsScheduler
@@ -93,8 +94,53 @@ def test_cap_on_running_jobs_per_tenant() -> None:
     dispatch = queue.next(1.0, always)
     assert dispatch is not None
     assert dispatch.job.id == "a2"
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_running_per_tenant must be at least 1, got 0"):
         JobQueue(FcfsScheduler(), max_running_per_tenant=0)
+
+
+def test_cap_on_running_tokens_per_tenant() -> None:
+    """Issue 4: most tokens that a tenant's running jobs can occupy; a larger job runs alone instead of never."""
+    queue = JobQueue(FcfsScheduler(), max_running_tokens_per_tenant=100)
+    for i, prompt in enumerate((40, 30, 40)):
+        queue.offer(make_job(f"a{i}", "a", prompt=prompt), 0.0)  # and ten of output each
+    queue.offer(make_job("b0", "b", prompt=500), 0.0)
+    queue.offer(make_job("b1", "b"), 0.0)
+    got = [dispatch.job.id for _ in range(5) if (dispatch := queue.next(0.0, always))]
+    assert got == ["a0", "a1", "b0"]
+    queue.finish(JobId("a1"), Charge(), 1.0)
+    dispatch = queue.next(1.0, always)
+    assert dispatch is not None
+    assert dispatch.job.id == "a2"
+    assert queue.next(1.0, always) is None
+    queue.finish(JobId("b0"), Charge(), 2.0)
+    assert ids(queue) == ["b1"]
+
+
+def test_caps_per_class_and_caps_that_change() -> None:
+    """gateway B11: a cap on the bulk class reserves the other slots."""
+    queue = JobQueue(FcfsScheduler(), max_running_per_class={"batch": 1})
+    for i in range(3):
+        queue.offer(make_job(f"b{i}", f"t{i}", service_class="batch"), 0.0)
+    queue.offer(make_job("i0", "t0"), 0.0)
+    got = [dispatch.job.id for _ in range(4) if (dispatch := queue.next(0.0, always))]
+    assert got == ["b0", "i0"]
+    queue.caps = Caps(jobs_per_class={"batch": 2})
+    got = [dispatch.job.id for _ in range(4) if (dispatch := queue.next(0.0, always))]
+    assert got == ["b1"]
+    with pytest.raises(ValueError, match=r"max_running_per_class\.batch must be at least 1, got 0"):
+        Caps(jobs_per_class={"batch": 0})
+
+
+def test_a_capped_job_is_never_held_for() -> None:
+    """It waits for its own tenant's jobs: nobody else has to."""
+    queue = JobQueue(FcfsScheduler(), max_running_tokens_per_tenant=100, max_passed=1)
+    queue.offer(make_job("a0", "a", prompt=60), 0.0)
+    queue.offer(make_job("a1", "a", prompt=60), 0.0)
+    for i in range(20):
+        queue.offer(make_job(f"b{i}", f"t{i}"), 0.0)
+    got = [dispatch.job.id for _ in range(22) if (dispatch := queue.next(0.0, always, always))]
+    assert len(got) == 21
+    assert "a1" not in got
 
 
 def test_jobs_of_a_lost_worker_come_back_in_their_order() -> None:

@@ -21,12 +21,13 @@ from policies.queue import JobQueue
 from policies.registry import Registry
 from policies.spi import PolicyContext
 from policies.testing import always, make_job
-from policies.types import Charge, Job, JobId, RequeueReason, TenantId
+from policies.types import Charge, Job, JobId, PrefixKey, RequeueReason, TenantId
 
 REGISTRY = Registry.from_manager(make_manager())
 NAMES = [item.spec.name for item in REGISTRY.policies("scheduling")]
-FIFO = {"fcfs", "vtc"}
-"""Policies that promise order within a tenant."""
+FIFO = {"fcfs", "vtc", "wfq", "drr"}
+"""Policies that promise order within a tenant, whatever its jobs are."""
+KEYS = tuple(PrefixKey(f"key{i}".encode()) for i in range(3))
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -43,6 +44,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.running: set[str] = set()
         self.usage: dict[str, Charge] = {}
         self.waits: dict[str, float] = {}
+        self.deadlines: dict[str, float] = {}
         self.done: set[str] = set()
         self.fifo = True
 
@@ -51,25 +53,57 @@ class QueueMachine(RuleBasedStateMachine):
         if name not in self.names:
             name = self.names[0]
         self.cap = cap
-        self.queue = JobQueue(self.policy(name), max_running_per_tenant=cap, max_passed=4)
+        self.queue = JobQueue(
+            self.policy(name),
+            max_running_per_tenant=cap,
+            max_running_tokens_per_tenant=None if cap is None else 90,
+            max_running_per_class={"batch": 2},
+            max_passed=4,
+        )
 
     def policy(self, name: str) -> Any:
         self.fifo = self.fifo and name in FIFO
+        self.name = name
         return REGISTRY.build("scheduling", name, {}, PolicyContext())
 
     def take(self, job_id: str) -> None:
         self.lines[self.jobs[job_id].tenant].remove(job_id)
         self.waits.pop(job_id, None)
+        self.deadlines.pop(job_id, None)
 
     @rule(
         tenant=st.sampled_from("abcd"),
         prompt=st.integers(1, 40),
         weight=st.sampled_from([0.5, 1.0, 4.0]),
         wait=st.sampled_from([None, 2.0, 30.0]),
+        deadline=st.sampled_from([None, 1.0, 20.0]),
+        priority=st.sampled_from([0, 1, 2]),
+        keys=st.integers(0, 3),
     )
-    def offer(self, tenant: str, prompt: int, weight: float, wait: float | None) -> None:
+    def offer(
+        self,
+        tenant: str,
+        prompt: int,
+        weight: float,
+        wait: float | None,
+        deadline: float | None,
+        priority: int,
+        keys: int,
+    ) -> None:
         self.serial += 1
-        job = make_job(f"j{self.serial}", tenant, prompt=prompt, weight=weight, max_wait_s=wait, arrived_at=self.now)
+        job = make_job(
+            f"j{self.serial}",
+            tenant,
+            prompt=prompt,
+            weight=weight,
+            max_wait_s=wait,
+            deadline=None if deadline is None else self.now + deadline,
+            priority=priority,
+            service_class=("batch", "interactive", "urgent")[priority],
+            user=(None, "u", "v")[keys % 3],
+            prefix_keys=KEYS[:keys],
+            arrived_at=self.now,
+        )
         entry = self.queue.offer(job, self.now)
         line = self.lines.setdefault(tenant, [])
         assert entry.depth_tenant == len(line)
@@ -78,6 +112,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.usage[job.id] = Charge()
         if wait is not None:
             self.waits[job.id] = self.now + wait
+        if job.deadline is not None:
+            self.deadlines[job.id] = job.deadline
 
     @rule(limit=st.sampled_from([10, 25, 100]), hold=st.booleans())
     def dispatch(self, limit: int, hold: bool) -> None:
@@ -137,16 +173,22 @@ class QueueMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         expected = {job_id for job_id, at in self.waits.items() if at <= self.now}
+        if self.name == "edf":  # gives up what is too late
+            expected |= {job_id for job_id, at in self.deadlines.items() if at < self.now}
         assert {job.id for job in self.queue.expire(self.now)} == expected
         for job_id in expected:
             self.take(job_id)
             self.done.add(job_id)
         following = self.queue.next_expiry()
-        assert (following is None) == (not self.waits)
+        assert (following is None) == (not self.waits and not (self.name == "edf" and self.deadlines))
 
     @rule(name=st.sampled_from(NAMES))
     def swap(self, name: str) -> None:
         self.queue.swap(self.policy(name), self.now)
+        for line in self.lines.values():  # to a new policy they are all new
+            for job_id in line:
+                if (deadline := self.jobs[job_id].deadline) is not None:
+                    self.deadlines[job_id] = deadline
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
@@ -164,7 +206,10 @@ class QueueMachine(RuleBasedStateMachine):
             assert 0 < seen.tenant_share <= 1
             assert seen.queued_tokens == sum(self.jobs[job_id].total_tokens for job_id in queued)
             if self.cap is not None:
-                assert self.queue.running_of(TenantId(tenant)) <= self.cap
+                mine = [self.jobs[job_id] for job_id in self.running if self.jobs[job_id].tenant == tenant]
+                assert self.queue.running_of(TenantId(tenant)) == len(mine) <= self.cap
+                assert len(mine) <= 1 or sum(job.total_tokens for job in mine) <= 90
+        assert sum(self.jobs[job_id].service_class == "batch" for job_id in self.running) <= 2
 
     def teardown(self) -> None:
         if not hasattr(self, "queue"):
@@ -180,7 +225,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert len(self.queue) == self.queue.running == 0
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,268 @@
+"""Two levels: members share their tenant's part; any two policies; stand-ins that change seats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import testing
+from policies.queue import JobQueue
+from policies.scheduling import hierarchical as module
+from policies.scheduling.hierarchical import HierarchicalScheduler
+from policies.scheduling.vtc import VtcScheduler
+from policies.spi import PolicyConfigError, PolicyContext
+from policies.testing import always, make_job
+from policies.types import Charge, Job, JobId, RequeueReason
+from tests.policies.scheduling.driver import REGISTRY, TARIFF, Driver, build
+
+NAMES = ["fcfs", "vtc", "wfq", "drr", "locality", "priority", "edf", "sjf"]
+
+
+def pair(outer: str, inner: str, **more: Any) -> Any:
+    return build("hierarchical", outer={"use": outer}, inner={"use": inner}, **more)
+
+
+def pop(policy: Any) -> Job:
+    job = policy.pop(0.0, always)
+    assert job is not None
+    return job
+
+
+def backlog(driver: Driver, tenant: str, users: list[str], **fields: Any) -> None:
+    def make(n: int, now: float) -> tuple[Job, int]:
+        user = users[n % len(users)]
+        name = f"{tenant}-{user}-{n}"
+        return make_job(name, tenant, prompt=40, output=20, user=user, arrived_at=now, **fields), 20
+
+    driver.backlog(make, depth=16 + 2 * len(users))
+
+
+@pytest.mark.parametrize("outer", ["vtc", "wfq", "drr"])
+def test_splitting_a_tenant_over_many_keys_gains_nothing(outer: str) -> None:
+    """engine J7: one tenant with 20 keys against one with one."""
+    driver = Driver(pair(outer, "vtc"), slots=4, chunk=64)
+    backlog(driver, "many", [f"key{i}" for i in range(20)])
+    backlog(driver, "one", ["key"])
+    driver.go(3000)
+    assert driver.service["many"] / sum(driver.service.values()) == pytest.approx(0.5, abs=0.02)
+    shares = [driver.by_user[f"key{i}"] / driver.service["many"] for i in range(20)]
+    assert all(share == pytest.approx(0.05, abs=0.01) for share in shares)
+
+
+def test_members_have_weights_and_a_greedy_one_takes_from_nobody() -> None:
+    driver = Driver(build("hierarchical", weights={"boss": 3.0}), slots=4, chunk=64)
+    for user, depth in (("boss", 16), ("greedy", 200), ("modest", 16)):
+
+        def make(n: int, now: float, user: str = user) -> tuple[Job, int]:
+            return make_job(f"{user}{n}", "t", prompt=40, output=20, user=user, arrived_at=now), 20
+
+        driver.backlog(make, depth)
+    driver.go(3000)
+    whole = driver.service["t"]
+    assert driver.by_user["boss"] / whole == pytest.approx(0.6, abs=0.02)
+    assert driver.by_user["greedy"] / whole == pytest.approx(0.2, abs=0.02)
+
+
+def test_a_member_is_a_user_or_a_key() -> None:
+    def first_two(by: str) -> list[str]:
+        policy = build("hierarchical", by=by)
+        for i, (user, key) in enumerate((("u", "k1"), ("u", "k2"), ("v", "k1"))):
+            policy.push(make_job(f"{user}-{key}", "t", prompt=10 + i, user=user, key_id=key), 0.0)
+        return [pop(policy).id for _ in range(2)]
+
+    assert first_two("user") == ["u-k1", "v-k1"]
+    assert first_two("key") == ["u-k1", "u-k2"]
+    policy = build("hierarchical", by="key")
+    policy.push(make_job("by user", "t", user="u"), 0.0)
+    policy.push(make_job("by nothing", "t"), 0.0)
+    assert sorted(policy._inside["t"].policy.counters()) == ["", "u"]
+
+
+PAIRS = [(outer, inner) for i, outer in enumerate(NAMES) for j, inner in enumerate(NAMES) if (i + j) % 3 == 0]
+
+
+@pytest.mark.parametrize(("outer", "inner"), PAIRS)
+def test_any_two_policies_keep_the_contract(outer: str, inner: str) -> None:
+    for check in testing.checks("scheduling"):
+        if "ten_thousand" not in check:
+            getattr(testing.suite("scheduling", lambda: pair(outer, inner))(), check)()
+
+
+def test_the_inner_choice_runs_and_the_outer_account_is_right() -> None:
+    """The stand-in that comes up is another job's: they swap, and every token is charged once on both levels."""
+    policy = pair("vtc", "sjf")
+    policy.push(make_job("long", "a", prompt=500, output=1, user="u"), 0.0)
+    policy.push(make_job("short", "a", prompt=10, output=1, user="u"), 0.0)
+    policy.push(make_job("other", "b", prompt=100, output=1), 0.0)
+    first = pop(policy)
+    assert first.id == "short"
+    why = policy.explain(first).picked_because
+    assert why.startswith("tenant: least service/weight (0)")
+    assert "member: shortest of 2 queued" in why
+    policy.charge(first, Charge(10, 0, 1), 1.0, True)
+    assert policy.dump()["service"] == {"a": 12.0, "b": 0.0}
+    assert [pop(policy).id, pop(policy).id] == ["other", "long"]
+    assert policy.dump()["prepaid"] == {"other": 100, "long": 10}, "what its stand-in paid; reports correct it"
+    policy.charge(make_job("long", "a", prompt=500, output=1, user="u"), Charge(500, 0, 1), 2.0, True)
+    assert policy.dump()["service"]["a"] == 12.0 + 502.0
+    assert len(policy._seats) == len(policy._sitting) == 1
+
+
+def test_an_id_used_again_while_its_stand_in_serves_another() -> None:
+    policy = pair("fcfs", "sjf")
+    policy.push(make_job("x", "a", prompt=500, output=0), 0.0)
+    policy.push(make_job("y", "a", prompt=10, output=0), 0.0)
+    assert pop(policy).id == "y"  # in the place of x
+    policy.charge(make_job("y", "a", prompt=10, output=0), Charge(10, 0, 0), 0.0, True)
+    policy.push(make_job("y", "a", prompt=20, output=0), 0.0)
+    assert len(policy) == 2
+    assert [pop(policy).id, pop(policy).id] == ["y", "x"]
+    with pytest.raises(ValueError, match="'x' is already queued"):
+        policy.push(make_job("x", "a"), 0.0)
+
+
+class Fickle(VtcScheduler):
+    """Asks about everybody and then takes the last, or fails."""
+
+    failing = False
+
+    def pop(self, now: float, fits: Any) -> Job | None:
+        fitting = [tenant for tenant in list(self._waiting) if fits(self._lines.head(tenant))]
+        if self.failing:
+            raise RuntimeError("failing")
+        last = fitting[-1] if fitting else None
+        return super().pop(now, lambda job: job.tenant == last)
+
+
+def test_an_outer_policy_that_asks_and_takes_another_loses_nothing() -> None:
+    outer = Fickle(TARIFF)
+    policy = HierarchicalScheduler(outer, lambda: VtcScheduler(TARIFF), lambda job: job.user or "", {})
+    for i in range(9):
+        policy.push(make_job(f"j{i}", f"t{i % 3}"), 0.0)
+    assert pop(policy).id == "j2"
+    outer.failing = True
+    with pytest.raises(RuntimeError, match="failing"):
+        pop(policy)
+    outer.failing = False
+    got = [pop(policy).id for _ in range(8)]
+    assert sorted(got) == sorted(f"j{i}" for i in range(9) if i != 2)
+    for tenant in range(3):
+        mine = [name for name in got if int(name[1]) % 3 == tenant]
+        assert mine == sorted(mine)
+
+
+def test_the_inner_policy_gives_up_late_jobs() -> None:
+    queue = JobQueue(pair("vtc", "edf"))
+    for i in range(4):
+        queue.offer(make_job(f"j{i}", f"t{i % 2}", deadline=10.0 + i), 0.0)
+    assert queue.next_expiry() == 10.0
+    assert queue.expire(10.0) == []
+    assert [job.id for job in queue.expire(11.5)] == ["j0", "j1"]
+    assert queue.next_expiry() == 12.0
+    assert queue.next(12.0, always) is not None
+    assert [job.id for job in queue.expire(99.0)] == ["j3"]
+    assert queue.next_expiry() is None
+    assert len(queue) == 0
+
+
+def test_state_moves_on_to_and_from_one_level() -> None:
+    flat = build("vtc")
+    for i in range(4):
+        flat.push(make_job(f"j{i}", f"t{i % 2}", user=f"u{i}"), 0.0)
+    running = pop(flat)
+    flat.charge(running, Charge(4, 0, 500), 1.0, False)
+    both = build("hierarchical")
+    both.load(flat.dump())
+    for job in flat.drain():
+        both.push(job, 2.0)
+    assert pop(both).tenant == "t1"
+    both.charge(running, Charge(6, 0, 0), 3.0, True)
+    assert both.dump()["service"]["t0"] == 1010.0
+    both.requeue(make_job("foreign", "t1", user="u9"), 3.0, RequeueReason.WORKER_LOST)
+    again = build("hierarchical")
+    again.load(both.dump())
+    for job in both.drain():
+        again.push(job, 4.0)
+    assert again.dump()["inner"].keys() == {"t0", "t1"}
+    assert len(again) == 3
+    with pytest.raises(ValueError, match="'inner' must map tenants"):
+        again.load({"inner": {"t0": 3}})
+
+
+def test_inner_policies_of_idle_tenants_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_KEPT", 20)
+    policy = build("hierarchical")
+    policy.push(make_job("stays", "steady"), 0.0)
+    for i in range(500):
+        policy.push(make_job(f"j{i}", f"t{i}"), 0.0)
+        job = policy.pop(0.0, lambda job: job.tenant != "steady")
+        assert job is not None
+        policy.charge(job, Charge(10, 0, 1), 0.0, True)
+    assert len(policy._inside) <= 40
+    assert pop(policy).id == "stays"
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"inner": {"use": "vtk"}}, "with.inner.use"),
+        ({"outer": {"use": "drr", "with": {"quantum": 0}}}, "with.outer.with.quantum"),
+        ({"outer": {"use": "hierarchical"}}, "with.outer.use"),
+        ({"weights": {"u": 0.0}}, "with.weights.u"),
+        ({"by": "tenant"}, "with.by"),
+    ],
+)
+def test_mistakes_are_named_with_their_path(config: dict[str, Any], path: str) -> None:
+    with pytest.raises(PolicyConfigError) as caught:
+        REGISTRY.build("scheduling", "hierarchical", config, PolicyContext())
+    assert [mistake for mistake, _ in caught.value.mistakes] == [path]
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["push", "push", "pop", "requeue", "discard", "charge", "end"]), st.integers(0, 99)),
+    max_size=120,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ACTIONS, st.sampled_from(NAMES), st.sampled_from(NAMES))
+def test_seats_match_jobs_at_every_moment(actions: list[tuple[str, int]], outer: str, inner: str) -> None:
+    policy = pair(outer, inner)
+    queued: dict[str, Job] = {}
+    running: dict[str, Job] = {}
+    for serial, (action, number) in enumerate(actions):
+        now = float(serial)
+        if action == "push":
+            name = f"j{number % 20}"
+            if name not in queued and name not in running:
+                job = make_job(name, f"t{number % 3}", prompt=1 + number, user=f"u{number % 4}", arrived_at=now)
+                policy.push(job, now)
+                queued[name] = job
+        elif action == "pop":
+            picked = policy.pop(now, lambda job, number=number: job.prompt_tokens <= 20 + number)
+            if picked is not None:
+                assert queued.pop(picked.id) is picked
+                running[picked.id] = picked
+        elif action == "discard" and queued:
+            assert policy.discard(queued.pop(sorted(queued)[number % len(queued)]).id)
+        elif running:
+            job = running[sorted(running)[number % len(running)]]
+            if action == "requeue":
+                policy.requeue(job, now, RequeueReason.WORKER_LOST)
+                queued[job.id] = running.pop(job.id)
+            else:
+                policy.charge(job, Charge(1, 0, number % 5), now, action == "end")
+                if action == "end":
+                    del running[job.id]
+        assert len(policy) == len(policy._outer) == len(queued)
+        assert sum(len(inside.policy) for inside in policy._inside.values()) == len(queued)
+        assert sum(inside.running for inside in policy._inside.values()) == len(running)
+        assert set(policy._seats) == {*queued, *running}
+        assert {seat.job.id for seat in policy._sitting.values()} == set(policy._seats)
+        for stand_in, seat in policy._sitting.items():
+            assert seat.stand_in.id == stand_in
+            assert seat.stand_in.tenant == seat.job.tenant
+    assert policy.discard(JobId("nobody")) is False
