@@ -5,7 +5,10 @@ Rules
 - uvicorn must not own signals: it raises them again after its shutdown, and the process would end by SIGTERM
   instead of with exit code 0. ``serve`` decides when a listener stops.
 - Headers are limited while they arrive (httptools has no limit): bytes, count and time. A connection that breaks a
-  limit is answered in the API's error shape and closed.
+  limit is answered in the API's error shape and closed; where answers to earlier requests are under way it is closed
+  behind them, since the bytes of a refusal would land inside an answer.
+- A request that offers an upgrade (Java's HTTP client offers h2c with each) is served as HTTP/1.1, with its body.
+- A peer that takes nothing any more loses its connection after ``STALLED_PEER_S``: closing alone waits for it for ever.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -27,6 +31,7 @@ from gateway.cli.output import UserError
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 128
 HEADER_TIMEOUT_S = 30.0
+STALLED_PEER_S = 120
 
 _REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
@@ -46,6 +51,8 @@ def bind(host: str, port: int, path: str) -> socket.socket:
         ) from None
     bound = socket.socket(family, kind, proto)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_PEER_S * 1000)
     bound.setblocking(False)
     try:
         bound.bind(address)
@@ -82,6 +89,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the clock of the first request's headers."""
         super().connection_made(transport)  # type: ignore[arg-type]
+        self._upgrade_head: bytes | None = None
+        self._closing_behind = False
         self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_late)
         self._expect_headers()
 
@@ -99,11 +108,40 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Count what arrives while headers are incomplete, which the parser would buffer without end."""
-        super().data_received(data)
-        if self._in_headers and not self.transport.is_closing():
+        if self._closing_behind:
+            return
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        if self.transport.is_closing():
+            return
+        if self._in_headers:
             self._pending_bytes += len(data)
             if self._pending_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
+        elif self.cycle is None or self.cycle.response_complete:
+            self._expect_headers()  # blank lines between two requests: their time counts as the next one's
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser. It takes a request that offers an upgrade for one without a body, and stops: so such a
+        request's head goes to a fresh parser without the offer, and what follows it after that.
+
+        Raises httptools.HttpParserError.
+        """
+        rest = memoryview(data)
+        while True:
+            try:
+                self.parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as upgrade:
+                head, self._upgrade_head = self._upgrade_head, None
+                rest = rest[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+                self.parser.feed_data(head or b"")
+            else:
+                return
 
     def on_message_begin(self) -> None:
         """A new request on this connection."""
@@ -116,13 +154,34 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_bytes += len(name) + len(value)
 
     def on_headers_complete(self) -> None:
-        """Start the application, unless the headers broke a limit."""
+        """Start the application, unless the headers broke a limit or come once more."""
+        if self.parser.should_upgrade():
+            self._upgrade_head = self._head_without_upgrade()
+            return
         self._in_headers = False
         self._header_timer.cancel()
         if len(self.headers) > MAX_HEADERS or self._header_bytes + len(self.url) > MAX_HEADER_BYTES:
             self._refuse(431, f"At most {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes of them are accepted.")
             raise ValueError("headers over the limit")  # stops the parser; the answer is already on its way
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is whole, unless it comes once more."""
+        if self._upgrade_head is None:
+            super().on_message_complete()
+
+    def _head_without_upgrade(self) -> bytes:
+        """The request line and the headers, without what offers an upgrade."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":  # an upgrade by its nature
+            raise ValueError("this is no proxy")
+        lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b", ".join(part for part in value.split(b",") if part.strip().lower() != b"upgrade")
+            if name != b"upgrade":
+                lines.append(b"%s: %s" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
 
     def send_400_response(self, msg: str) -> None:
         """What the parser could not read."""
@@ -134,6 +193,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(408, f"No complete request within {HEADER_TIMEOUT_S:.0f} seconds.")
 
     def _refuse(self, status: int, message: str) -> None:
+        cycle = self.cycle
+        under_way = cycle is not None and not cycle.response_complete
+        if under_way and (self.pipeline or cycle.response_started or not cycle.more_body):
+            self._closing_behind = True
+            cycle.keep_alive = False
+            return
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": "bad_http"}
         body = json.dumps({"error": error}).encode()
         head = (

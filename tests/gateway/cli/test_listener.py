@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.cli import listener as module
@@ -22,7 +23,26 @@ async def hello(request: Request) -> JSONResponse:
     return JSONResponse({"body": len(await request.body())})
 
 
-APP = Starlette(routes=[Route("/", hello, methods=["GET", "POST"])])
+async def stream(_: Request) -> Response:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b"piece;"
+            await asyncio.sleep(0.01)
+
+    return StreamingResponse(pieces())
+
+
+async def flood(_: Request) -> Response:
+    return Response(b"x" * 2**25)
+
+
+APP = Starlette(
+    routes=[
+        Route("/", hello, methods=["GET", "POST"]),
+        Route("/stream", stream, methods=["GET"]),
+        Route("/flood", flood, methods=["GET"]),
+    ]
+)
 
 
 @pytest.fixture
@@ -90,6 +110,75 @@ async def test_what_is_no_http_gets_a_json_error(url: str) -> None:
     head, body = await talk(url, b"\x16\x03\x01\x02\x00\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        b"\x00nonsense\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx : y\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx: " + b"a" * (MAX_HEADER_BYTES + 1),
+    ],
+    ids=["no http", "bad header", "large header"],
+)
+@pytest.mark.parametrize("apart", [True, False])
+async def test_a_bad_second_request_leaves_the_first_ones_answer_whole(url: str, second: bytes, apart: bool) -> None:
+    """Nothing of its refusal gets into the answer; the connection ends behind it."""
+    first = b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n"
+    head, body = await talk(url, *((first, second) if apart else (first + second,)))
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert body == b"6\r\npiece;\r\n" * 20 + b"0\r\n\r\n"
+
+
+async def test_a_late_second_request_leaves_the_first_ones_answer_whole(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HEADER_TIMEOUT_S", 0.05)
+    head, body = await talk(url, b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\nGET / HT")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert body == b"6\r\npiece;\r\n" * 20 + b"0\r\n\r\n"
+
+
+async def test_blank_lines_do_not_hold_a_connection(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEADER_TIMEOUT_S", 0.2)
+    head, body = await talk(url, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in body
+
+
+@pytest.mark.parametrize("apart", [True, False])
+async def test_a_request_that_offers_an_upgrade_keeps_its_body(url: str, apart: bool) -> None:
+    """What Java's HTTP client sends; the request behind it is served as well."""
+    offer = (
+        b"POST / HTTP/1.1\r\nhost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+        b"HTTP2-Settings: AAMAAABk\r\nContent-Length: 5\r\n\r\n"
+    )
+    close = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close, upgrade\r\nupgrade: websocket\r\n\r\n"
+    head, body = await talk(url, *((offer, b"12", b"345", close) if apart else (offer + b"12345" + close,)))
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert body.startswith(b'{"body":5}HTTP/1.1 200 ')
+    assert body.endswith(b'{"body":0}')
+
+
+async def test_this_is_no_proxy(url: str) -> None:
+    head, _ = await talk(url, b"CONNECT other:80 HTTP/1.1\r\nhost: other:80\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+
+
+async def test_a_peer_that_never_reads_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be held, with what is left to send, until the peer's machine goes away."""
+    monkeypatch.setattr(module, "STALLED_PEER_S", 1)
+    bound = bind("127.0.0.1", 0, "listen")
+    listener = Listener(APP, bound)
+    await listener.start()
+    with socket.create_connection(bound.getsockname()) as peer:
+        peer.sendall(b"GET /flood HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        async with asyncio.timeout(20):
+            while not listener.server_state.total_requests:
+                await asyncio.sleep(0.01)
+            while listener.server_state.connections:
+                await asyncio.sleep(0.05)
+    await listener.stop(force=True)
 
 
 async def test_more_connections_than_allowed_get_503(url: str) -> None:
