@@ -45,10 +45,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """``retry-after`` in whole seconds, rounded up so that a caller who waits so long passes."""
-        if self.retry_after_s is None:
-            return {}
-        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+        """``retry-after`` in whole seconds, rounded up so that a caller who waits so long passes; a 401's scheme."""
+        headers = {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        return headers
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_request", status: int = 400) -> ApiError:

@@ -50,7 +50,7 @@ def test_busy_and_broken_differ_in_status_and_reason() -> None:
 def test_refusals_of_a_credential_are_all_alike() -> None:
     """gateway D3: no detail on which check failed."""
     assert errors.unauthenticated().body() == errors.unauthenticated().body()
-    assert errors.unauthenticated().headers() == {}
+    assert errors.unauthenticated().headers() == {"www-authenticate": "Bearer"}  # a 401 must name the scheme
 
 
 def test_an_unknown_model_is_named_but_not_at_length() -> None:
