@@ -20,6 +20,7 @@ from typing import cast
 import pluggy
 
 from gateway.dispatch import Dispatcher
+from gateway.entrance import Entrance
 from gateway.fetch import fetch_json
 from gateway.gatekeeper import Gatekeeper
 from gateway.gauge_sources import model_gauges, quota_gauges, worker_gauges
@@ -83,6 +84,7 @@ def build(
                 listen_host=settings.listen.host,
                 tenant_from_claims=tenant_from_claims(manager),
                 fetch_json=fetch_json,
+                models=frozenset(model.name for model in settings.models),
                 server_secret=secret,
             ),
             settings.policies,
@@ -120,7 +122,9 @@ def build(
         runtime=runtime,
         tenants=tenants,
         models=models,
-        intake=intake,
+        entrance=Entrance(
+            models=models, tenants=tenants, intake=intake, gatekeeper=gatekeeper, dispatchers=dispatchers
+        ),
         dispatchers=dispatchers,
         gatekeeper=gatekeeper,
         reporter=Reporter(telemetry, metrics, monitor, recent),

@@ -107,6 +107,8 @@ class Prepared:
     tokenizer: TextTokenizer = field(repr=False)
     limited_by: str | None = None
     """Which limit made an omitted ``max_tokens`` smaller than the model's default."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Headers that say what else was lessened (``entrance.py``)."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -143,10 +145,10 @@ class Prepared:
         ]
 
     def headers(self) -> dict[str, str]:
-        """``x-forebay-max-tokens: 180; limit=tokens_per_minute`` where a limit cut an omitted ``max_tokens``."""
+        """``x-forebay-max-tokens: 180; limit=tokens_per_minute`` where a limit cut an omitted ``max_tokens``; notes."""
         if self.limited_by is None:
-            return {}
-        return {"x-forebay-max-tokens": f"{self.generate.max_tokens}; limit={self.limited_by}"}
+            return dict(self.notes)
+        return {"x-forebay-max-tokens": f"{self.generate.max_tokens}; limit={self.limited_by}", **self.notes}
 
 
 class Intake:

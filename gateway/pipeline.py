@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from starlette.requests import ClientDisconnect
@@ -30,13 +29,14 @@ from gateway import log
 from gateway import trace_attributes as attributes
 from gateway.choices import ChoiceDelta
 from gateway.dispatch import Dispatcher
+from gateway.entrance import Entrance
 from gateway.errors import ApiError, bad_request, internal, timed_out
-from gateway.gatekeeper import Gatekeeper, joined_headers, not_admitted, over_quota
+from gateway.gatekeeper import Gatekeeper, over_quota
 from gateway.http import sse
 from gateway.http.middleware import read_body, request_id, send_error, watch_disconnect
 from gateway.http.openai import Format, collect
 from gateway.http.schemas import parse
-from gateway.intake import Intake, Prepared
+from gateway.intake import Prepared
 from gateway.models import Models
 from gateway.monitor import Monitor
 from gateway.purge import sweep_behind
@@ -45,9 +45,8 @@ from gateway.runtime import Runtime
 from gateway.settings import Timeouts
 from gateway.tenants import Tenants
 from gateway.ticket import Ticket
-from gateway.trace import Span, Station
 from gateway.visit import Endpoint, Reply, Visit, encode_json, rate_headers
-from policies.types import JobId, Principal, QuotaDecision, Transition, Usage
+from policies.types import Principal, QuotaDecision, Transition, Usage
 
 _log = log.get("pipeline")
 
@@ -69,7 +68,7 @@ class Pipeline:
         runtime: Runtime,
         tenants: Tenants,
         models: Models,
-        intake: Intake,
+        entrance: Entrance,
         dispatchers: Mapping[str, Dispatcher],
         gatekeeper: Gatekeeper,
         reporter: Reporter,
@@ -81,7 +80,7 @@ class Pipeline:
         self._runtime = runtime
         self._tenants = tenants
         self._models = models
-        self._intake = intake
+        self._entrance = entrance
         self._dispatchers = dispatchers
         self._gatekeeper = gatekeeper
         self._reporter = reporter
@@ -173,10 +172,9 @@ class Pipeline:
         request = visit.request = await parse(visit.endpoint.parse, body)
         visit.model = self._models.get(request.model, visit.tenant)
         visit.trace.tag(attributes.root(model=visit.model.name, stream=request.stream))
-        prepared = visit.prepared = await self._prepared(visit)
-        dispatcher = self._dispatchers[prepared.job.model]
-        self._admit(visit, prepared, dispatcher)
+        prepared = await self._entrance.admitted(visit)
         visit.decision = await self._reserved(visit, prepared)
+        dispatcher = self._dispatchers[prepared.job.model]
         ticket = visit.ticket = dispatcher.submit(prepared, stream=request.stream, trace=visit.trace)
         await self._first_token(visit, ticket)
         if request.stream:
@@ -186,7 +184,7 @@ class Pipeline:
         visit.trace.event("last_byte")
 
     async def _authenticated(self, visit: Visit) -> Principal:
-        with _span(visit, "auth") as span:
+        with visit.span("auth") as span:
             principal = await self._gatekeeper.authenticate(visit.scope, visit.policies)
             span.set(attributes.auth(principal))
         return principal
@@ -219,39 +217,9 @@ class Pipeline:
             _retrieve(work)
             _retrieve(watch)
 
-    async def _prepared(self, visit: Visit) -> Prepared:
-        assert visit.principal is not None
-        assert visit.tenant is not None
-        assert visit.request is not None
-        assert visit.model is not None
-        with _span(visit, "tokenize") as span:
-            scope = visit.policies.cache_scope.scope(visit.principal, visit.tenant.epoch)
-            self._tenants.used(visit.tenant.id, scope.key)
-            prepared = await self._intake.prepare(
-                visit.request,
-                principal=visit.principal,
-                tenant=visit.tenant,
-                model=visit.model,
-                scope=scope,
-                job_id=JobId(secrets.token_hex(12)),
-                now=visit.arrived,
-                headers=joined_headers(visit.scope),
-            )
-            span.set(attributes.tokenized(prepared.prompt_tokens))
-        visit.trace.tag(attributes.root(job_id=prepared.job.id))
-        return prepared
-
-    def _admit(self, visit: Visit, prepared: Prepared, dispatcher: Dispatcher) -> None:
-        """Ask admission. Raises ApiError 429, or 503 where no worker is there."""
-        decision = self._gatekeeper.admission(prepared.job, visit.policies, dispatcher)
-        if not decision.admitted:
-            with _span(visit, "admission") as span:
-                span.set(attributes.admission(decision))
-                raise not_admitted(prepared.job, decision, dispatcher)
-
     async def _reserved(self, visit: Visit, prepared: Prepared) -> QuotaDecision:
         """Take quota. Raises ApiError 429, 400 for what could never pass, 503 for a policy that fails."""
-        with _span(visit, "quota reserve") as span:
+        with visit.span("quota reserve") as span:
             visit.reserved = True
             decision = await self._gatekeeper.reserve(prepared.job, visit.policies)
             span.set(attributes.quota(decision))
@@ -333,7 +301,7 @@ class Pipeline:
         if prepared is None or not visit.reserved:
             return
         usage = ticket.usage if ticket is not None else Usage()
-        with _span(visit, "quota settle") as span:
+        with visit.span("quota settle") as span:
             try:
                 async with asyncio.timeout(self._timeouts.policy_s):
                     figures = await self._runtime.settle(visit.policies.quota, prepared.job.id, usage, self._clock())
@@ -374,22 +342,6 @@ class Pipeline:
             logprobs=prepared.generate.params.logprobs,
             include_usage=prepared.include_usage,
         )
-
-
-@contextlib.contextmanager
-def _span(visit: Visit, station: Station) -> Iterator[Span]:
-    """A station's span around a block; what ends the block early is its error."""
-    span = visit.trace.begin(station)
-    try:
-        yield span
-    except ApiError as error:
-        span.fail(error.reason or error.outcome)
-        raise
-    except Exception:
-        span.fail("internal")
-        raise
-    finally:
-        span.end()
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

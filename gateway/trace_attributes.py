@@ -49,10 +49,10 @@ def tokenized(prompt_tokens: int) -> Attributes:
     return {"forebay.prompt.tokens": prompt_tokens}
 
 
-def admission(decision: AdmissionDecision) -> Attributes:
-    """``admission``."""
+def admission(decision: AdmissionDecision, verdict: str | None = None) -> Attributes:
+    """``admission``. ``verdict``: what became of it, ``clamp`` or ``fallback``; None: the refusal's reason."""
     return {
-        "forebay.admission.decision": "admit" if decision.admitted else decision.reason or "refuse",
+        "forebay.admission.decision": verdict or ("admit" if decision.admitted else decision.reason or "refuse"),
         "forebay.admission.predicted_wait_ms": _ms(decision.predicted_wait_s),
     }
 

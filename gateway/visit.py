@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import Outcome
+from gateway.errors import ApiError, Outcome
 from gateway.http.openai import Format
 from gateway.http.schemas import ChatRequest, CompletionRequest
 from gateway.models import ModelHandle
@@ -19,7 +20,7 @@ from gateway.runtime import PolicySet
 from gateway.tenants import EffectiveTenant
 from gateway.ticket import Ticket
 from gateway.timed import unwrap
-from gateway.trace import RequestTrace
+from gateway.trace import RequestTrace, Span, Station
 from policies.spi import QuotaView
 from policies.types import LimitState, Principal, QuotaDecision
 
@@ -104,6 +105,21 @@ class Visit:
     """A stream whose last word went out."""
     outcome: Outcome = "error"
     reason: str | None = None
+
+    @contextlib.contextmanager
+    def span(self, station: Station) -> Iterator[Span]:
+        """A station's span around a block; what ends the block early is its error."""
+        span = self.trace.begin(station)
+        try:
+            yield span
+        except ApiError as error:
+            span.fail(error.reason or error.outcome)
+            raise
+        except Exception:
+            span.fail("internal")
+            raise
+        finally:
+            span.end()
 
     def end(self, outcome: Outcome, reason: str | None = None) -> None:
         """What came of it."""

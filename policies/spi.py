@@ -93,6 +93,10 @@ class PolicyContext:
     """An async HTTP GET that returns parsed JSON (for JWKS), injected by the gateway."""
     build: Callable[[Kind, str, Mapping[str, Any]], Any] | None = None
     """Builds another policy of the same registry, for composites (``chain``, ``hierarchical``)."""
+    prepare: Callable[[Kind, str, Mapping[str, Any]], Callable[[], Any]] | None = None
+    """Like ``build``, but checks once and returns what makes a new one per call: for composites that need many."""
+    models: frozenset[str] = frozenset()
+    """Names of the configured models, for settings that name one; empty: not known here."""
     server_secret: bytes = b""
     """Key of the cache scopes' HMAC."""
 
