@@ -7,6 +7,7 @@ limit is asked for, not a typical rate.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READ_BYTES = 2**30
-SIZES = (1024, 2048, 4096)
+SLICE_BYTES = 2**27
+"""Read at a time: short enough to fall between two interruptions, and out of every cache when its turn comes again."""
+SIZES = (512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +63,21 @@ def measure(
 def _bandwidth(device: torch.device, size: int, seconds: float) -> float:
     """Bytes per second."""
     columns = 1024
-    matrix = torch.ones(size // 4 // columns, columns, device=device)
+    rows = min(size, SLICE_BYTES) // 4 // columns
+    parts = torch.ones(max(1, size // SLICE_BYTES), rows, columns, device=device)
+    turn = itertools.cycle(parts)
     vector = torch.ones(columns, device=device)
-    whole = matrix.view(-1)
-    integers = whole.view(torch.int32)
-    readers: list[Callable[[], object]] = [lambda: torch.mv(matrix, vector), whole.sum, whole.max, integers.max]
-    return matrix.nbytes / min(_best(read, device, seconds / len(readers)) for read in readers)
+    readers: tuple[Callable[[torch.Tensor], object], ...] = (
+        lambda part: torch.mv(part, vector),
+        torch.sum,
+        torch.amax,
+        lambda part: torch.amax(part.view(torch.int32)),
+    )
+
+    def best(read: Callable[[torch.Tensor], object]) -> float:
+        return _best(lambda: read(next(turn)), device, seconds / len(readers))
+
+    return parts[0].nbytes / min(map(best, readers))
 
 
 def _flops(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], seconds: float) -> float:
