@@ -284,7 +284,7 @@ def _worker(handle: WorkerHandle, described: Mapping[str, Any], tenants: Mapping
         starts=handle.incarnation,
         inflight=handle.inflight,
         running=stats.running,
-        max_running=hello.max_running if hello else 0,
+        max_running=stats.max_running or (hello.max_running if hello else 0),
         waiting=stats.waiting,
         preemptions=stats.preemptions,
         free_blocks=stats.free_blocks,

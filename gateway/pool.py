@@ -207,7 +207,7 @@ def _describe(slot: WorkerSlot, now: float) -> dict[str, Any]:
             "model_revision": hello.model_revision,
             "block_size": hello.block_size,
             "blocks": hello.blocks,
-            "max_running": hello.max_running,
+            "max_running": stats.max_running or hello.max_running,
             "max_context": hello.max_context,
             "weight_bytes": hello.weight_bytes,
             "kv_bytes_per_token": hello.kv_bytes_per_token,

@@ -222,7 +222,7 @@ class WorkerHandle:
             inflight=self._sequences,
             inflight_tokens=self._owed,
             waiting=self.stats.waiting,
-            max_running=hello.max_running if hello else 1,
+            max_running=self.stats.max_running or (hello.max_running if hello else 1),
             free_blocks=max(0, self.stats.free_blocks + self.stats.cached_blocks - self._promised),
             total_blocks=hello.blocks if hello else 0,
             block_size=self._block_size,

@@ -23,6 +23,10 @@ def parse_bytes(value: Any) -> Any:
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
+MEAN_REQUEST_TOKENS = 512
+"""Prompt + output of a typical chat request, where nothing is known yet."""
+
+
 class EngineConfig(BaseModel):
     """How one worker computes."""
 
@@ -42,7 +46,8 @@ class EngineConfig(BaseModel):
     """Token budget of one step: decodes first, the rest for prompt chunks."""
     max_chunk_tokens: int | None = Field(None, ge=1)
     """Most prompt tokens of one sequence per step; None = up to the step's budget."""
-    max_running: int = Field(64, ge=1)
+    max_running: Annotated[int, Field(ge=1)] | Literal["auto"] = 64
+    """``auto`` follows the KV cache's size ÷ the observed mean length of requests (``engine/slots.py``)."""
     max_context: int | None = Field(None, ge=1)
     """Longest prompt + output in tokens; None = the model's own limit."""
     prefix_cache: bool = True

@@ -23,6 +23,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from workers import lifeline, log
+from workers.config import MEAN_REQUEST_TOKENS
 from workers.model_store import resolve
 from workers.options import OptionsError, WorkerOptions, parse
 from workers.station import ServedModel, Station
@@ -188,8 +189,6 @@ def load_model(options: WorkerOptions) -> ServedModel:
 
 def figures(loaded: LoadedModel) -> dict[str, object]:
     """What an operator wants to know at start: bytes, blocks, and what the cache holds."""
-    from workers.model.loading import MEAN_REQUEST_TOKENS
-
     return {
         "architecture": loaded.config.architecture,
         "device": loaded.device,

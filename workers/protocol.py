@@ -153,6 +153,8 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     hot_prefixes: list[bytes] = []
     """Chain keys of the most recently hit prefixes, bounded (64)."""
     step_ms: float = 0.0
+    max_running: int = 0
+    """Sequences that may run at once by now; 0: as Hello said."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
@@ -174,6 +176,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     block_size: int
     blocks: int
     max_running: int
+    """At the start; ``WorkerStats`` has the current one."""
     max_context: int
     pid: int = 0
     metrics_port: int = 0

@@ -123,7 +123,7 @@ class Station:
             tokenizer_sha256=model.tokenizer_sha256,
             block_size=self._config.block_size,
             blocks=model.blocks,
-            max_running=self._config.max_running,
+            max_running=self._engine.planner.roster.slots.limit,
             max_context=model.max_context,
             pid=os.getpid(),
             metrics_port=port,

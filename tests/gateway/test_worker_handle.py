@@ -136,6 +136,14 @@ def test_the_view_says_how_old_it_is(made: Fixture) -> None:
     )
 
 
+def test_the_slots_are_those_of_the_last_report(made: Fixture) -> None:
+    """A worker with ``max_running: auto`` says from step to step how many may run."""
+    handle = made.ready()
+    assert handle.view(100.0).max_running == HELLO.max_running
+    made.report(stats=WorkerStats(free_blocks=100, max_running=31))
+    assert handle.view(100.0).max_running == 31
+
+
 def test_an_id_in_flight_is_not_sent_twice(made: Fixture) -> None:
     handle = made.ready()
     handle.send(Generate("a", [1], 1))

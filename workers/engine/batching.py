@@ -168,7 +168,7 @@ class Batching:
             if sequence.siblings:
                 roster = self._roster
                 # Slots of other leads' choices are spoken for; at least its own were kept free at admission.
-                free = roster.max_running - len(roster.running) - (roster.riders - len(sequence.siblings))
+                free = roster.slots.limit - len(roster.running) - (roster.riders - len(sequence.siblings))
                 samplers = (sequence, *sequence.siblings[: max(0, free)])
         if rows == 1 and start >= sequence.prompt_len:
             self._mixed = True

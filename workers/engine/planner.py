@@ -23,6 +23,7 @@ from workers.engine.record import SequenceRecord
 from workers.engine.request import Limits, SequenceMaker
 from workers.engine.roster import Roster
 from workers.engine.sequence import Sequence
+from workers.engine.slots import Slots
 from workers.protocol import FinishReason, Generate, SequenceOutput, WorkerStats
 
 
@@ -48,7 +49,7 @@ class Planner:
         self.step = 0
         self.limits = Limits(blocks, config.block_size, max_context, vocab_size)
         self.pool = BlockPool(blocks, share=config.cache_share)
-        self.roster = Roster(self.pool, self.limits, config.max_running)
+        self.roster = Roster(self.pool, self.limits, Slots(config, blocks))
         self._maker = SequenceMaker(
             revision=revision,
             eos=frozenset(eos_ids),
@@ -235,6 +236,7 @@ class Planner:
             query_tokens=pool.query_tokens,
             hot_prefixes=pool.hot_prefixes(),
             step_ms=step_ms,
+            max_running=roster.slots.limit,
         )
 
     def check(self) -> None:

@@ -22,6 +22,7 @@ from workers.engine.record import SequenceRecord
 from workers.engine.request import Limits
 from workers.engine.sequence import Sequence
 from workers.engine.service import ServiceCounters
+from workers.engine.slots import Slots
 from workers.engine.waiting import WaitingLine, by_arrival
 from workers.protocol import FinishReason
 
@@ -29,12 +30,12 @@ MAX_PREEMPTIONS = 4
 
 
 class Roster:
-    """The sequences of one engine. ``max_running`` counts choices, also those not forked yet."""
+    """The sequences of one engine. ``slots`` counts choices, also those not forked yet."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, max_running: int) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits, slots: Slots) -> None:
         self.pool = pool
         self.limits = limits
-        self.max_running = max_running
+        self.slots = slots
         self.requests: dict[str, list[Sequence]] = {}
         """Unfinished sequences of each request."""
         self.running: list[Sequence] = []
@@ -66,7 +67,7 @@ class Roster:
     def room(self, sequence: Sequence) -> bool:
         """Whether a slot is free for it and its choices. With nobody running there always is one for it."""
         taken = len(self.running) + self.riders
-        return not taken or taken + 1 + len(sequence.siblings) <= self.max_running
+        return not taken or taken + 1 + len(sequence.siblings) <= self.slots.limit
 
     def admit(self, sequence: Sequence, now: int) -> int:
         """Give it blocks for all its known tokens, from the prefix cache as far as that hits (at most len - 1 tokens).
@@ -197,6 +198,8 @@ class Roster:
             else:
                 self._alight(sequence, living)
         self._release(sequence)
+        if finish in ("stop", "length"):
+            self.slots.ended(len(sequence.tokens))
         self.purges.ended(sequence)
         self.service.leave(sequence.tenant_key)
         if not living:

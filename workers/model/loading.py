@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from workers.config import EngineConfig
+from workers.config import MEAN_REQUEST_TOKENS, EngineConfig
 from workers.model.attention import AttentionShape, backend
 from workers.model.config import ModelConfig, parse_config, read_config
 from workers.model.kv_cache import KvCache, KvCacheSizeError, block_count
@@ -23,8 +23,6 @@ from workers.model.weights import GgufSource, SafetensorsSource, Weights
 from workers.model_store import ModelFiles, ModelStoreError, Progress, cache_dir, file_sha256, resolve
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MEAN_REQUEST_TOKENS = 512
-"""Prompt + output of a typical chat request; only used to say how many of them the cache holds."""
 
 
 @dataclass(frozen=True, slots=True)
