@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import pluggy
@@ -125,22 +125,34 @@ class Registry:
 
     def build(self, kind: Kind, name: str, with_: Mapping[str, Any], ctx: PolicyContext) -> Any:
         """Validate, make and check one policy. Raises PolicyConfigError with every mistake (see ``validate``)."""
+        return self.prepare(kind, name, with_, ctx)()
+
+    def prepare(self, kind: Kind, name: str, with_: Mapping[str, Any], ctx: PolicyContext) -> Callable[[], Any]:
+        """Validate, and return what makes a policy per call; the first one is checked. Raises as ``build``."""
         spec = self.policy(kind, name)
         config = self.validate(kind, name, with_)
+        context = dataclasses.replace(
+            ctx,
+            build=lambda kind, name, with_: self.build(kind, name, with_, ctx),
+            prepare=lambda kind, name, with_: self.prepare(kind, name, with_, ctx),
+        )
+        checked = False
 
-        def nested(kind: Kind, name: str, with_: Mapping[str, Any]) -> Any:
-            return self.build(kind, name, with_, ctx)
+        def make() -> Any:
+            nonlocal checked
+            try:
+                policy = spec.factory(config, context)
+            except PolicyConfigError as error:
+                mistakes = [(f"with.{path}" if path else "with", message) for path, message in error.mistakes]
+                raise _refusal(spec, mistakes) from error
+            problem = None if checked else protocol_problem(kind, policy)
+            if problem:
+                origin = self._policies[kind, name].origin
+                raise PolicyConfigError(f"{kind} policy {name!r} of plugin {origin!r} {problem}", "use")
+            checked = True
+            return policy
 
-        try:
-            policy = spec.factory(config, dataclasses.replace(ctx, build=nested))
-        except PolicyConfigError as error:
-            mistakes = [(f"with.{path}" if path else "with", message) for path, message in error.mistakes]
-            raise _refusal(spec, mistakes) from error
-        problem = protocol_problem(kind, policy)
-        if problem:
-            origin = self._policies[kind, name].origin
-            raise PolicyConfigError(f"{kind} policy {name!r} of plugin {origin!r} {problem}", "use")
-        return policy
+        return make
 
 
 def protocol_problem(kind: Kind, policy: object) -> str | None:

@@ -128,7 +128,8 @@ class CounterScheduler(ABC):
 
     def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
         """O(1), or O(log tenants) when something is given back."""
-        self._lengths.note(job, charge.output, final)
+        if self._lengths.learns:
+            self._lengths.note(job, charge.output, final)
         cost = self._paid.settle(job, charge, final)
         if cost:
             self._count(job, cost)

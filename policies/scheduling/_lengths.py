@@ -66,7 +66,8 @@ class Lengths:
     def __init__(self, predict: Predict = "mean", quantile: float = 0.8) -> None:
         self._predict = predict
         self._quantile = quantile
-        self._learns = predict in ("mean", "quantile")
+        self.learns = predict in ("mean", "quantile")
+        """Whether it needs to hear of what runs."""
         self._series: OrderedDict[tuple[TenantId, str], _Series] = OrderedDict()
         self._produced: dict[JobId, int] = {}
 
@@ -74,7 +75,7 @@ class Lengths:
         """Output tokens that the job is expected to produce."""
         if self._predict == "none":
             return 0
-        series = self._series.get((job.tenant, job.model)) if self._learns else None
+        series = self._series.get((job.tenant, job.model)) if self.learns else None
         if series is None:
             return job.max_tokens
         expected = math.ceil(series.mean) if self._predict == "mean" else series.quantile(self._quantile)
@@ -82,13 +83,13 @@ class Lengths:
 
     def begin(self, job: Job) -> int:
         """It is dispatched (again, perhaps); returns what it is expected to produce."""
-        if self._learns:
+        if self.learns:
             self._produced.setdefault(job.id, 0)
         return self.expect(job)
 
     def note(self, job: Job, output: int, final: bool) -> None:
         """It produced ``output`` more tokens."""
-        if not self._learns:
+        if not self.learns:
             return
         so_far = self._produced.get(job.id)
         if so_far is None:

@@ -66,9 +66,11 @@ class Prepaid:
         if paid is None:
             return tariff.cost(charge)
         prompt, output = paid
-        read = min(prompt, max(0, charge.prompt + charge.cached))
-        made = min(output, max(0, charge.output))
-        cost = tariff.cost(charge) - read * tariff.input_cost - made * tariff.output_cost
+        read = charge.prompt + charge.cached
+        read = 0 if read < 0 else prompt if read > prompt else read
+        made = 0 if charge.output < 0 else output if charge.output > output else charge.output
+        cost = (charge.prompt - read) * tariff.input_cost + (charge.output - made) * tariff.output_cost
+        cost += charge.cached * tariff.cached_cost
         if final:
             del self._left[job.id]
             return cost - (prompt - read) * tariff.input_cost - (output - made) * tariff.output_cost

@@ -39,7 +39,7 @@ def spec(name: str = "mine", **fields: Any) -> PolicySpec:
 def test_unknown_names_list_the_known_ones() -> None:
     error = refusal("scheduling", "vct", {})
     assert error.mistakes[0][0] == "use"
-    assert "did you mean 'vtc'? (known: fcfs, " in error.mistakes[0][1]
+    assert "did you mean 'vtc'? (known: drr, edf, fcfs, " in error.mistakes[0][1]
 
 
 def test_every_mistake_is_reported_with_its_path() -> None:
