@@ -172,12 +172,12 @@ def fill(
     claim: Callable[[Job], Claim],
     could_fit: Fits,
     send: Callable[[Dispatch, list[Room]], None],
-) -> None:
+) -> bool:
     """Take jobs from ``queue`` while a room is open and something queued fits.
 
     ``send(dispatch, rooms)`` picks one of the rooms, sends, and updates it (``take``) or removes it from the list.
     ``could_fit``: see ``JobQueue.next``; a job for which others wait keeps only the rooms it might use to itself. The
-    gateway's dispatcher and the simulator both fill their workers with this.
+    gateway's dispatcher and the simulator both fill their workers with this. Returns whether a room is still open.
     """
     open_rooms = [room for room in rooms if room.open]
 
@@ -195,13 +195,14 @@ def fill(
         held = queue.held(could_fit)
         dispatch = queue.next(now, fits, could_fit, beside)
         if dispatch is None:
-            return
+            return True
         free, kept = open_rooms, []
         if held is not None and held.id != dispatch.job.id:
             free = [room for room in open_rooms if not room.matches(held)]
             kept = [room for room in open_rooms if room.matches(held)]
         send(dispatch, free)
         open_rooms = [room for room in (*kept, *free) if room.open]
+    return False
 
 
 def takes(labels: Mapping[str, str], classes: Collection[str], job: Job) -> bool:

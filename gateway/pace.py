@@ -34,6 +34,8 @@ class Answers:
         self._share = 0.0
         self._tokens = 0.0
         self._squares = 0.0
+        self.slack: float | None = None
+        """By what factor jobs may follow faster than the steady state needs; None: no spacing."""
 
     def ended(self, tokens: int, max_tokens: int) -> None:
         """One answer ran to its end: ``tokens`` of at most ``max_tokens``."""
@@ -41,14 +43,13 @@ class Answers:
         self._share = self._share * _KEEP + min(1.0, tokens / max(1, max_tokens))
         self._tokens = self._tokens * _KEEP + tokens
         self._squares = self._squares * _KEEP + tokens * tokens
+        self.slack = self._measure()
 
     def expected(self, max_tokens: int) -> float:
         """How long an answer of at most ``max_tokens`` will probably be."""
         return max_tokens * (self._share / self._count if self._count else 1.0)
 
-    @property
-    def slack(self) -> float | None:
-        """By what factor jobs may follow faster than the steady state needs; None: no spacing."""
+    def _measure(self) -> float | None:
         if self._count < MIN_ANSWERS * _KEEP**MIN_ANSWERS or not self._tokens:
             return None
         mean = self._tokens / self._count
@@ -87,7 +88,7 @@ class Pace:
     def sent(self, prompt: int, output: int) -> None:
         """A job was sent."""
         expected = self._answers.expected(output)
-        slack = self._answers.slack or 1.0
-        steps = (prompt + expected / 2) * expected / (self._capacity * slack)
+        held = prompt + expected / 2
+        steps = held * expected / (self._capacity * (self._answers.slack or 1.0))
         self._due = max(self._step - BURST_STEPS, min(self._due, self._step)) + steps
-        self._committed += prompt + expected / 2
+        self._committed += held

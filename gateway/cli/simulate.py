@@ -51,7 +51,7 @@ def simulate(
     if table is not None:
         _batching(_under(loaded, None, seed), json_file)
         return
-    runs = {name or loaded.scenario.policy.use: _run(_under(loaded, name, seed)) for name in policy or [None]}
+    runs = {name: _run(_under(loaded, name, seed)) for name in policy or [loaded.scenario.policy.use]}
     _show(runs, loaded, json_file, plot_file)
 
 

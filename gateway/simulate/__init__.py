@@ -1,1 +1,1 @@
-"""The simulator: the gateway's and the engine's own objects under a virtual clock. The serving path never imports it."""
+"""The simulator: the gateway's and the engine's own objects in virtual time. The serving path never imports it."""

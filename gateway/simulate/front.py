@@ -2,8 +2,8 @@
 
 Rules
 - The order of a request is the pipeline's (``gateway/pipeline.py``): admission → quota reserve → queue → route →
-  dispatch → settle. The gate is ``gateway.gate``, a worker's figures are kept by the gateway's own ``WorkerHandle``, what a
-  request cost by its ``Meter``.
+  dispatch → settle. The gate is ``gateway.gate``, a worker's figures are kept by the gateway's own ``WorkerHandle``,
+  what a request cost by its ``Meter``.
 - No clock and no event loop: a quota policy's coroutines are run to their end at once; one that waits for anything
   cannot be simulated, and says so.
 - The simulator drives it in virtual time; ``validate.py`` drives the same object with real engines and the real clock.
@@ -71,16 +71,20 @@ class Front:
         self._routing = cast(RoutingPolicy, build("routing", scenario.routing))
         self._workload = workload
         self._handles: list[WorkerHandle] = []
+        self._by_name: dict[str, WorkerHandle] = {}
         self._step_tokens = scenario.workers.max_step_tokens
         self._waiting: dict[JobId, Request] = {}
         self._flights: dict[str, Flight] = {}
         self._at: dict[str, dict[str, Flight]] = {}
+        self._open = True
+        """False while every room is closed: only a report opens one."""
         self._answers = Answers()
         self._paces: dict[str, Pace] = {}
 
     def join(self, handle: WorkerHandle) -> None:
         """One more worker that is ready."""
         self._handles.append(handle)
+        self._by_name[handle.name] = handle
         self._at[handle.name] = {}
         self._paces[handle.name] = Pace(self._answers)
 
@@ -112,8 +116,8 @@ class Front:
         queue = self.queue
         for job in queue.expire(now):
             self._expired(job, now)
-        if len(queue):
-            fill(
+        if len(queue) and (self._open or any(handle.is_stale(now) for handle in self._handles)):
+            self._open = fill(
                 queue,
                 [self._room(handle, now) for handle in self._handles if handle.available(now)],
                 now,
@@ -125,6 +129,7 @@ class Front:
     def report(self, handle: WorkerHandle, outputs: StepOutputs, now: float) -> None:
         """A worker's news. Call ``turn`` afterwards."""
         handle.received(outputs)
+        self._open = True
         flights, take = self._flights, self._take
         for output in outputs.outputs:
             flight = flights.get(output.id)
@@ -170,7 +175,7 @@ class Front:
             fitting = {room.view.name: room for room in rooms if room.fits(job, 1, suspect=False)}
         decision = self._routing.choose(job, [room.view for room in fitting.values()], now)
         room = fitting[decision.worker]
-        handle = next(handle for handle in self._handles if handle.name == decision.worker)
+        handle = self._by_name[decision.worker]
         request = self._waiting.pop(job.id)
         handle.send(self._workload.generate(request, job))
         footprint = self._paces[handle.name].footprint(job.prompt_tokens, job.max_tokens)

@@ -26,6 +26,7 @@ from workers.protocol import Generate, SamplingParams
 MODEL = "simulated"
 _PARAMS = SamplingParams(seed=0)
 _FILLER = 7
+_NO_SCOPE = CacheScope("none", b"")
 _UNIQUE = 1 << 16
 _VOCAB = 1 << 31
 
@@ -143,7 +144,7 @@ class _Shape:
             max_wait_s=tenant.max_wait_s,
             prefix_keys=keys,
             limits=self._limits,
-            **({} if scope is None else {"cache_scope": scope}),
+            cache_scope=scope or _NO_SCOPE,
         )
 
     def generate(self, request: Request, job: Job) -> Generate:
