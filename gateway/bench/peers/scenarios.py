@@ -81,10 +81,10 @@ def pick(found: Sequence[Scenario], names: Sequence[str]) -> list[Scenario]:
     return [item for item in found if not names or any(item.name.startswith(name) for name in names)]
 
 
-def _settings(base: Settings, longest: int, running: int, sizes: Sizes, **changes: Any) -> Settings:
-    """Room for what runs at once, and a context that fits the longest request."""
+def _settings(base: Settings, longest: int, running: int, each: int, **changes: Any) -> Settings:
+    """Room for ``running`` requests of ``each`` tokens and an eighth more, and a context that fits the longest one."""
     context = -(-(longest + 16) // 64) * 64
-    tokens = max(running * (sizes.input + sizes.output), 2 * context)
+    tokens = max(running * each, 2 * context)
     values = {**base.to_json(), "max_context": context, "kv_tokens": -(-tokens * 9 // 8 // 256) * 256}
     return Settings(**{**values, "max_running": running, **changes})
 
@@ -125,7 +125,7 @@ def _throughput(sizes: Sizes, base: Settings) -> Scenario:
     headlines["prefix_miss_ttft_ms"] = (f"TTFT ms of {shape}, miss", "lower")
     headlines["prefix_hit_ttft_ms"] = (f"TTFT ms of {shape}, hit", "lower")
     longest = max(sizes.input + sizes.output, sizes.prefix + sizes.prefix_own + 4)
-    settings = _settings(base, longest, max(sizes.concurrency), sizes)
+    settings = _settings(base, longest, max(sizes.concurrency), sizes.input + sizes.output)
     return Scenario("throughput", f"{sizes.input} in / {sizes.output} out", settings, measure, headlines)
 
 
@@ -152,10 +152,7 @@ def _gap(sizes: Sizes, base: Settings, chunk: int) -> Scenario:
         }
 
     longest = max(sizes.long_prompt + 8, sum(sizes.stream))
-    changes = {"max_step_tokens": chunk}
-    settings = _settings(base, longest, 8, sizes, **changes)
-    room = (sizes.long_prompts + 1) * settings.max_context
-    settings = Settings(**{**settings.to_json(), "kv_tokens": max(settings.kv_tokens, room)})
+    settings = _settings(base, longest, sizes.long_prompts + 1, longest + 64, max_step_tokens=chunk)
     headlines: dict[str, tuple[str, Best]] = {
         "largest_gap_ms": (f"largest gap ms, chunk {chunk}", "lower"),
         "total_tokens_s": (f"all tok/s meanwhile, chunk {chunk}", "higher"),
@@ -179,7 +176,7 @@ def _bursts(sizes: Sizes, base: Settings) -> list[Scenario]:
     made = []
     longest = sizes.burst_input[1] + sizes.burst_output[1]
     for running in sizes.burst_running:
-        settings = _settings(base, longest, running, sizes)
+        settings = _settings(base, longest, running, longest)
         headlines: dict[str, tuple[str, Best]] = {
             "duration_s": (f"burst of {sizes.burst}, {running} running: total s", "lower"),
             "ttft_p95_ms": (f"burst of {sizes.burst}, {running} running: TTFT p95 ms", "lower"),
