@@ -132,7 +132,7 @@ async def test_a_stream_ends_with_its_session(start: Start) -> None:
         await mine.get("/console/login")
         await mine.post("/console/login", token=TOKEN)
         await mine.get("/console/tenants")
-        seen = []
+        seen: list[str] = []
         async with mine.http.stream("GET", "/console/live/tenants") as answer:
             async for line in answer.aiter_lines():
                 if not seen:

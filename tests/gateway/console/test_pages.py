@@ -8,8 +8,10 @@ import json
 import pytest
 from markupsafe import escape
 
+from tests.gateway.conftest import Start
 from tests.gateway.console.browser import PAGES, messages, text, visitor
 from tests.gateway.harness import KEY, MODEL, Site, tickets, token, until
+from tests.otlp import OtlpReceiver
 from workers.testing import Echo
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,11 +31,6 @@ SETTINGS = {
     ],
     "tenant_defaults": {"weight": 1, "class": "interactive"},
     "policies": {"admission": {"use": "bounded", "with": {"max_queued": 40}}},
-    "telemetry": {
-        "otlp_endpoint": "http://127.0.0.1:9",
-        "otlp_protocol": "http/protobuf",
-        "jaeger_ui": "https://jaeger.example/trace/{trace_id}?x=<&>",
-    },
     "models": [
         {
             "name": name,
@@ -90,14 +87,18 @@ async def test_figures_of_work_in_progress(shared: Site) -> None:
         await shared.at_rest()
 
 
-async def test_the_slowest_requests_and_their_traces(shared: Site) -> None:
-    assert (await shared.complete(max_tokens=30, headers={"x-request-id": "slow-one"})).status_code == 200
-    html = (await shared.admin.get("/console/requests")).text
-    row = html[html.index("slow-one") :]
-    trace = shared.gateway.parts.recent.slowest(1, 60)[0].summary.trace_id
-    assert len(trace) == 32
-    assert f'href="https://jaeger.example/trace/{trace}?x=&lt;&amp;&gt;"' in row
-    assert "30" in text(row[: row.index("</tr>")])
+async def test_the_slowest_requests_link_to_their_traces(start: Start) -> None:
+    """The link holds the id of the very trace that a collector received; what it holds besides is escaped."""
+    with OtlpReceiver() as receiver:
+        template = "https://jaeger.example/trace/{trace_id}?x=<&>"
+        async with start({"telemetry": {"otlp_endpoint": receiver.endpoint, "jaeger_ui": template}}) as site:
+            assert (await site.complete(max_tokens=30, headers={"x-request-id": "slow-one"})).status_code == 200
+            html = (await site.admin.get("/console/requests")).text
+            row = html[html.index("slow-one") :]
+            trace = site.gateway.parts.recent.slowest(1, 60)[0].summary.trace_id
+            assert f'href="https://jaeger.example/trace/{trace}?x=&lt;&amp;&gt;"' in row
+            assert "30" in text(row[: row.index("</tr>")])
+        assert receiver.spans(trace), "stopping exports what is left"
 
 
 async def test_hostile_names_are_text(shared: Site) -> None:
