@@ -46,6 +46,8 @@ class Echo:
     """A prompt that holds this token kills the process."""
     fail_with: str | None = None
     """Every request ends at once with this error code."""
+    shift: int = 0
+    """Choice ``i`` of a request begins its answer ``i`` times so many tokens further into the prompt."""
     fail_start: bool = False
     """It exits with code 3 instead of becoming ready."""
     blocks: int = 256
@@ -86,7 +88,8 @@ class EchoRunner:
     def _sample(self, sequence: Sequence) -> Sampled:
         produced = sequence.output_len
         over = self._echo.stop_after is not None and produced >= self._echo.stop_after
-        token = EOS if over else sequence.tokens[produced % sequence.prompt_len]
+        place = (produced + sequence.index * self._echo.shift) % sequence.prompt_len
+        token = EOS if over else sequence.tokens[place]
         if sequence.params.logprobs is None:
             return Sampled([token])
         return Sampled([token], [TokenLogprob(token, -0.5, [(token, -0.5)] * min(1, sequence.params.logprobs))])
@@ -165,7 +168,7 @@ def main(argv: Items[str]) -> int:
     for name, kind in (
         *((name, float) for name in ("step_s", "load_s")),
         *((name, int) for name in ("stop_after", "stall_after", "die_after", "poison", "blocks", "max_context")),
-        *((name, int) for name in ("vocab_size",)),
+        *((name, int) for name in ("vocab_size", "shift")),
         *((name, str) for name in ("fail_with", "revision", "tokenizer_sha256")),
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(Echo(), name))

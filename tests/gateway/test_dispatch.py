@@ -10,10 +10,11 @@ import pytest
 
 from gateway.pool import WorkerState
 from gateway.settings import PolicyUse
-from policies.spi import NoConfig, PolicySpec
-from policies.types import RouteDecision, TenantId
+from policies.spi import NoConfig, PolicySpec, hookimpl
+from policies.types import Job, JobEvent, RouteDecision, TenantId, Transition
 from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Site, pool, until
+from tests.gateway.tiny_tokenizer import tiny_tokenizer
 from workers.protocol import StepOutputs
 from workers.testing import Echo
 
@@ -250,20 +251,123 @@ async def test_a_swap_keeps_every_queued_job(start: Start) -> None:
         await site.at_rest()
 
 
-async def test_a_policy_that_fails_in_a_turn_is_tried_again(start: Start) -> None:
-    async with start({"policies": OPEN}) as site:
-        policy = site.dispatcher.queue.policy
-        pop, calls = policy.pop, []
+async def test_a_choice_that_a_stop_string_ended_stops_in_the_engine(start: Start) -> None:
+    """Two choices, one meets its stop string early: the engine lets go of it at once and goes on with the other."""
+    async with start({"policies": OPEN}, echo=Echo(step_s=0.003, shift=8)) as site:
+        ends: list[tuple[int, str | None, int]] = []
+        outputs = site.dispatcher._landing.outputs
 
-        def failing(now: float, fits: Any) -> Any:
-            calls.append(now)
-            if len(calls) < 3:
-                raise RuntimeError
-            return pop(now, fits)
+        def watched(handle: Any, message: StepOutputs) -> None:
+            ends.extend((o.index, o.finish, o.output_tokens) for o in message.outputs if o.finish is not None)
+            outputs(handle, message)
 
-        policy.pop = failing  # type: ignore[method-assign]
-        assert (await site.complete()).status_code == 200
-        assert await site.metric('forebay_isolated_faults_total{part="scheduling"}') == 2
+        site.dispatcher._landing.outputs = watched  # type: ignore[method-assign]
+        prompt = [60] * 100
+        prompt[2] = 40
+        stop = tiny_tokenizer().token_bytes(40).decode()
+        answer = await site.complete(prompt=prompt, n=2, max_tokens=80, stop=[stop])
+        assert answer.status_code == 200
+        reasons = {choice["index"]: choice["finish_reason"] for choice in answer.json()["choices"]}
+        assert reasons == {0: "stop", 1: "length"}
+        (first, finish, produced), last = ends
+        assert (first, finish) == (0, "cancelled")
+        assert produced < 40, "it did not run on beside the other"
+        assert last == (1, "length", 80)
+        assert answer.json()["usage"]["completion_tokens"] == 3 + 80
+        await site.at_rest()
+
+
+async def test_the_slots_of_ended_choices_are_given_to_others(start: Start) -> None:
+    """A request of four choices, three of them over, occupies one slot and not four."""
+    changes = {"models": [pool(max_running=4)], "policies": OPEN}
+    async with start(changes, echo=Echo(step_s=0.01, shift=8)) as site:
+        prompt = [40 if i in (2, 10, 18) else 60 for i in range(32)]
+        text = tiny_tokenizer().token_bytes(40).decode()
+        wide = asyncio.create_task(site.complete(prompt=prompt, n=4, max_tokens=200, stop=[text]))
+        flights = site.dispatcher._desk.flights
+        await until(lambda: len(flights) == 1 and len(next(iter(flights)).open) == 1, "three choices are over")
+        others = [asyncio.create_task(site.complete(max_tokens=100)) for _ in range(3)]
+        handle = site.dispatcher.workers[0]
+        await until(lambda: handle.stats.running == 4, "all four slots are used")
+        assert handle.stats.waiting == 0
+        await drop([wide, *others])
+
+
+async def test_a_long_prompt_is_not_locked_out_by_short_ones(start: Start) -> None:
+    """issue 4: it needs most of the blocks at once; a stream of short ones, who always fit, does not starve it."""
+    changes = {"models": [pool(max_running=16, blocks=40)], "policies": OPEN}
+    async with start(changes, echo=Echo(step_s=0.002)) as site:
+        stop = asyncio.Event()
+
+        async def trickle(number: int) -> None:
+            while not stop.is_set():
+                answer = await site.complete("beta", prompt=[5 + number] * 40, max_tokens=30)
+                assert answer.status_code == 200
+
+        short = [asyncio.create_task(trickle(number)) for number in range(10)]
+        await until(lambda: site.dispatcher.in_flight >= 8, "busy")
+        async with asyncio.timeout(15):
+            answer = await site.complete("alpha", prompt=[9] * 560, max_tokens=4)
+        assert answer.status_code == 200
+        stop.set()
+        await asyncio.gather(*short)
+        await site.at_rest()
+
+
+class Noted:
+    """An observer that keeps the jobs it hears of."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[Job, str | None]] = []
+
+    @hookimpl
+    def forebay_job_event(self, event: JobEvent) -> None:
+        if event.transition is Transition.DISPATCHED:
+            self.ran.append((event.job, event.worker))
+
+
+async def test_a_class_is_lowered_never_raised_and_runs_in_its_own_pool(start: Start) -> None:
+    """issue 4: a caller may lower its class and loosen its deadline; bulk work stays out of the other pool."""
+    two = pool()
+    two["pools"] = [
+        {**two["pools"][0], "name": "fast", "classes": ["interactive"]},
+        {**two["pools"][0], "name": "bulk", "classes": ["batch"]},
+    ]
+    changes = {
+        "models": [two],
+        "policies": OPEN,
+        "tenants": [{"id": "alpha", "class": "interactive"}, {"id": "beta", "class": "batch"}],
+    }
+    noted = Noted()
+    async with start(changes, plugins=[noted]) as site:
+        await until(lambda: site.dispatcher.ready == 2, "both pools", 15)
+        asked: list[tuple[str, dict[str, str]]] = [
+            ("alpha", {}),
+            ("alpha", {"x-forebay-class": "batch"}),
+            ("beta", {}),
+            ("beta", {"x-forebay-class": "interactive", "x-forebay-priority": "9"}),
+            ("beta", {"x-forebay-deadline-ms": "1"}),
+            ("beta", {"x-forebay-deadline-ms": "90000"}),
+        ]
+        for tenant, headers in asked:
+            assert (await site.complete(tenant, headers=headers)).status_code == 200
+        seen = [
+            (
+                job.service_class,
+                job.priority,
+                str(worker).split("/")[1][:4],
+                round((job.deadline or 0) - job.arrived_at),
+            )
+            for job, worker in noted.ran
+        ]
+        assert seen == [
+            ("interactive", 1, "fast", 30),
+            ("batch", 0, "bulk", 60),
+            ("batch", 0, "bulk", 60),
+            ("batch", 0, "bulk", 60),
+            ("batch", 0, "bulk", 60),
+            ("batch", 0, "bulk", 90),
+        ]
 
 
 async def test_the_admin_view_of_the_queue(start: Start) -> None:
