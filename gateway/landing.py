@@ -15,7 +15,7 @@ from gateway.desk import Desk
 from gateway.errors import ApiError, bad_request, internal, unavailable
 from gateway.flights import Flight
 from gateway.retry import MAX_REFUSALS, MAX_RETRIES, MAX_STRIKES, QuarantinedError, RetryBudget, Strikes, fingerprint
-from gateway.ticket import CancelledByCaller, Ticket
+from gateway.ticket import CancelledByCaller, Ticket, TicketState
 from gateway.worker_handle import WorkerHandle, WorkerLoss
 from policies.types import RequeueReason, Transition
 from workers.protocol import SequenceOutput, StepOutputs
@@ -63,7 +63,7 @@ class Landing:
         """A worker is gone with everything it had."""
         now = self._desk.clock()
         flights = [flight for flight in self._desk.flights.at(handle.name) if flight.handle is handle]
-        strikes = {flight: self._strike(flight, now) if reason.suspicious else 0 for flight in flights}
+        strikes = self._strike(flights, now) if reason.suspicious else dict.fromkeys(flights, 0)
         culprit_found = any(count >= MAX_STRIKES for count in strikes.values())
         back: list[Ticket] = []
         for flight in flights:
@@ -152,16 +152,37 @@ class Landing:
     def _may_retry(self, ticket: Ticket) -> bool:
         return not ticket.committed and ticket.retries < MAX_RETRIES and self.budget.spend()
 
-    def _strike(self, flight: Flight, now: float) -> int:
-        ticket = flight.ticket
-        ticket.suspect, ticket.lost_at = True, flight.produced
-        return self._strikes.strike(self._fingerprint(ticket), now, flight.produced)
+    def _strike(self, flights: list[Flight], now: float) -> dict[Flight, int]:
+        """Strikes against each of them after this loss: one more per fingerprint, however many flights share it.
+
+        Equal requests that wait are suspects as well, or are quarantined with them.
+        """
+        furthest: dict[bytes, int] = {}
+        for flight in flights:
+            key = self._fingerprint(flight.ticket)
+            furthest[key] = max(flight.produced, furthest.get(key, 0))
+        counts = {key: self._strikes.strike(key, now, produced) for key, produced in furthest.items()}
+        for ticket in [*(flight.ticket for flight in flights), *self._queued()]:
+            key = self._fingerprint(ticket)
+            if key in counts:
+                ticket.suspect, ticket.lost_at = True, furthest[key]
+                if ticket.state is TicketState.QUEUED and counts[key] >= MAX_STRIKES:
+                    self._desk.end(ticket, QuarantinedError(), now)
+        return {flight: counts[self._fingerprint(flight.ticket)] for flight in flights}
 
     def _absolve(self, flight: Flight) -> None:
         ticket = flight.ticket
-        if ticket.suspect:
-            self._strikes.clear(self._fingerprint(ticket))
-            ticket.suspect = flight.load.suspect = False
+        if not ticket.suspect:
+            return
+        key = self._fingerprint(ticket)
+        self._strikes.clear(key)
+        ticket.suspect = flight.load.suspect = False
+        for other in self._queued():
+            if other.suspect and self._fingerprint(other) == key:
+                other.suspect = False
+
+    def _queued(self) -> list[Ticket]:
+        return [ticket for ticket in self._desk.tickets.values() if ticket.state is TicketState.QUEUED]
 
     def _fingerprint(self, ticket: Ticket) -> bytes:
         if ticket.fingerprint is None:

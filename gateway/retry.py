@@ -5,6 +5,7 @@ Rules
   a site where everything fails must not double its own load.
 - Each loss that a request may have caused is a *strike* against everything that was in flight there, by fingerprint
   (tenant, model, tokens, parameters), so that sending it again does not start from zero. Two strikes: quarantined.
+  Equal requests share it: one loss is one strike however many were there, and it counts for those that wait.
 - A request with a strike is a *suspect*. A worker holds at most one suspect at a time until it got past the point where
   it was lost, so that a second loss has one culprit and the bystanders get one strike only.
 - A loss whose culprit is found costs the bystanders no retry: only the culprit's own count is used up.

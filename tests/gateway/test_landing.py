@@ -1,0 +1,34 @@
+"""What becomes of requests when their worker is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+from tests.gateway.conftest import Start
+from tests.gateway.harness import pool, until
+from workers.testing import Echo
+
+
+async def test_equal_requests_get_one_strike_per_loss(start: Start) -> None:
+    """security 59: several callers may send the same; one loss makes none of them a proven killer."""
+    async with start({}, echo=Echo(step_s=0.01)) as site:
+        calls = [asyncio.create_task(site.complete(max_tokens=60)) for _ in range(4)]
+        await until(lambda: site.dispatcher.in_flight == 4, "all run")
+        worker = site.dispatcher.workers[0]
+        assert worker.hello is not None
+        os.kill(worker.hello.pid, signal.SIGKILL)
+        assert [answer.status_code for answer in await asyncio.gather(*calls)] == [200] * 4
+        assert (await site.complete(max_tokens=60)).status_code == 200
+        await site.at_rest()
+
+
+async def test_equal_killers_cost_two_workers_together(start: Start) -> None:
+    """security 59: also those that had not started are quarantined with the one that is caught."""
+    async with start({"models": [pool(max_running=2)]}, echo=Echo(step_s=0.01, poison=77)) as site:
+        answers = await asyncio.gather(*(site.complete(prompt=[5, 77, 6]) for _ in range(8)))
+        assert {answer.json()["error"]["code"] for answer in answers} == {"quarantined"}
+        await until(lambda: site.dispatcher.ready == 1, "a new worker", 10)
+        assert site.dispatcher.workers[0].incarnation - 1 <= 2
+        await site.at_rest()
