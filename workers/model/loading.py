@@ -110,12 +110,11 @@ def load(
             f"engine.max_context: {config.window} or less (now {max_context})"
         )
     with opened, torch.no_grad():
-        weights = Weights(opened, dtype, device)
         per_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
         blocks = block_count(engine, per_token)
         target = architectures.get(config.architecture)
         reason = _why_not_native(engine, config, target, dtype, device)
-        made = None
+        weights, made = Weights(opened, dtype, device, fresh=False), None
         if reason is None:
             try:
                 made = _native(engine, config, weights, max_context, blocks, dtype)
@@ -123,7 +122,9 @@ def load(
                 reason = str(error)
         if made is None and engine.attention == "native":
             raise ValueError(f"engine.attention=native cannot be used: {reason}; auto takes what runs")
-        made = made or _torch(engine, config, weights, max_context, blocks, dtype, device, architectures)
+        if made is None:
+            weights = Weights(opened, dtype, device)
+            made = _torch(engine, config, weights, max_context, blocks, dtype, device, architectures)
         weights.close(frozenset({"lm_head.weight"} if config.tied else ()))
     return LoadedModel(
         runner=made.runner,

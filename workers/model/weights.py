@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +14,10 @@ from workers.model_store import ModelStoreError
 
 _IGNORED = (".rotary_emb.inv_freq",)
 """Old checkpoints store the RoPE frequencies; they follow from the config."""
+
+
+REOPEN_BYTES = 64 << 20
+"""A file is mapped anew after so many bytes: pages once read count as this process's memory until it is closed."""
 
 
 class Source(Protocol):
@@ -30,12 +33,14 @@ class Source(Protocol):
 
 
 class SafetensorsSource:
-    """All ``*.safetensors`` of a directory, or those its index names. A context: leaving it closes the files."""
+    """All ``*.safetensors`` of a directory, or those its index names. A context: leaving it closes the file in use."""
 
     def __init__(self, directory: Path) -> None:
         """Raises ModelStoreError when there are none or one is damaged."""
-        self._stack = ExitStack()
-        self._where: dict[str, Any] = {}
+        self._where: dict[str, Path] = {}
+        self._file: tuple[Path, Any] | None = None
+        self._read = 0
+        """Bytes read since the file was mapped."""
         index = directory / "model.safetensors.index.json"
         if index.exists():
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -44,11 +49,8 @@ class SafetensorsSource:
         if not names:
             raise ModelStoreError(f"{directory} has no *.safetensors")
         for name in names:
-            try:
-                file = self._stack.enter_context(safe_open(directory / Path(name).name, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ModelStoreError(f"{directory / name} is not a readable safetensors file: {error}") from error
-            self._where.update(dict.fromkeys(file.keys(), file))
+            path = directory / Path(name).name
+            self._where.update(dict.fromkeys(self._open(path).keys(), path))
 
     def names(self) -> set[str]:
         """All tensor names."""
@@ -56,14 +58,31 @@ class SafetensorsSource:
 
     def read(self, name: str) -> Tensor:
         """One tensor, backed by the mapped file."""
-        tensor: Tensor = self._where[name].get_tensor(name)
+        path = self._where[name]
+        file = self._file[1] if self._file and self._file[0] == path and self._read < REOPEN_BYTES else self._open(path)
+        tensor: Tensor = file.get_tensor(name)
+        self._read += tensor.nbytes
         return tensor
+
+    def _open(self, path: Path) -> Any:
+        self._close()
+        try:
+            file: Any = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ModelStoreError(f"{path} is not a readable safetensors file: {error}") from error
+        self._file, self._read = (path, file.__enter__()), 0
+        return self._file[1]
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file[1].__exit__(None, None, None)
+            self._file = None
 
     def __enter__(self) -> SafetensorsSource:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._close()
 
 
 class GgufSource:
@@ -91,12 +110,13 @@ class GgufSource:
 class Weights:
     """Hands tensors out once each, checked and converted; afterwards tells what nobody asked for."""
 
-    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device) -> None:
-        self._source, self._dtype, self._device = source, dtype, device
+    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, *, fresh: bool = True) -> None:
+        """``fresh`` False: a tensor that needs no conversion lies in the mapped file, for a taker that copies it."""
+        self._source, self._dtype, self._device, self._fresh = source, dtype, device, fresh
         self._left = {name for name in source.names() if not name.endswith(_IGNORED)}
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor ``name`` as a fresh contiguous copy. Raises ModelStoreError when missing or shaped otherwise."""
+        """The tensor ``name``, contiguous. Raises ModelStoreError when it is missing or shaped otherwise."""
         if name not in self._left:
             raise ModelStoreError(
                 f"the weights lack {name!r} (or it was asked for twice); is config.json of this model?"
@@ -107,6 +127,8 @@ class Weights:
             raise ModelStoreError(f"weight {name!r} has shape {list(stored.shape)}, config.json says {list(shape)}")
         if not stored.is_floating_point():
             raise ModelStoreError(f"weight {name!r} has type {stored.dtype}; quantised safetensors are not supported")
+        if not self._fresh and stored.dtype == self._dtype and stored.data_ptr() % stored.itemsize == 0:
+            return stored
         # A copy even when nothing changes: mapped bytes may be unaligned, and would change with the file.
         return torch.empty(shape, dtype=self._dtype, device=self._device).copy_(stored)
 

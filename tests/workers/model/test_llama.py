@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.workers.model import tiny
+from tests.workers.model import harness, tiny
 from workers.config import EngineConfig
 from workers.engine.plan import Chunk
 from workers.engine.sequence import Sequence
+from workers.model import weights
 from workers.model.attention import Attend
 from workers.model.batch import build
 from workers.model.loading import LoadedModel, load
@@ -119,6 +121,29 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: Any, message:
     save_file(kept, folder / "model.safetensors")
     with pytest.raises(ModelStoreError, match=message):
         load(folder, ENGINE, cache=tmp_path / "cache")
+
+
+def test_a_file_that_is_mapped_anew_in_between_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny.write_directory(tiny.model(seed=8, hidden_size=64, head_dim=16), tmp_path / "m")
+    whole = logits_of(load(folder, ENGINE), [23])
+    monkeypatch.setattr(weights, "REOPEN_BYTES", 5000)
+    opened: list[Path] = []
+    monkeypatch.setattr(weights, "safe_open", lambda path, **how: opened.append(path) or safe_open(path, **how))
+    assert torch.equal(logits_of(load(folder, ENGINE), [23]), whole)
+    assert len(opened) > 3
+
+
+@pytest.mark.parametrize("attention", ["native", "batched"])
+def test_weights_outlive_the_file(tmp_path: Path, attention: str) -> None:
+    """Whatever the loader read from the mapped file, the model keeps none of it: the file may be replaced."""
+    folder = tiny.write_directory(tiny.model(seed=8, hidden_size=64, head_dim=16), tmp_path / "m")
+    engine = ENGINE.model_copy(update={"attention": attention, "block_size": 16})
+    model = load(folder, engine)
+    before = harness.logits_of(model, PROMPT, [23], [1, 2])
+    path = folder / "model.safetensors"
+    with path.open("r+b") as file:
+        file.write(b"\0" * path.stat().st_size)
+    assert torch.equal(harness.logits_of(model, PROMPT, [23], [1, 2]), before)
 
 
 def test_damaged_safetensors_are_named(tmp_path: Path) -> None:

@@ -88,7 +88,10 @@ class Rows:
 
 
 class NativeDecoder:
-    """The whole decoder in one call per step. Raises NativeUnavailableError or, for a wrong weight, ModelStoreError."""
+    """The whole decoder in one call per step. Copies what it takes of ``weights``.
+
+    Raises NativeUnavailableError before it takes any, or ModelStoreError for a wrong one.
+    """
 
     def __init__(
         self,
@@ -240,7 +243,7 @@ class NativeDecoder:
 
     def _vector(self, weight: Tensor) -> int:
         self._bytes += weight.numel() * 4
-        return self._keep(weight.float().contiguous())
+        return self._keep(weight.to(torch.float32, copy=True))
 
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
