@@ -131,6 +131,8 @@ class Runtime:
         self._before: _Before | None = None
         self._trial: Trial | None = None
         self._trying: asyncio.Task[None] | None = None
+        self._candidates: dict[str, SchedulingPolicy] = {}
+        """Of the trial under way, by model: those that the queues may have."""
         uses: dict[Kind, PolicyUse] = {kind: getattr(policies, kind) for kind in KINDS}
         self.current = PolicySet(
             generation=1,
@@ -221,6 +223,7 @@ class Runtime:
                 for policy in candidates.values():
                     await _start(policy)
                 await self.end_trial("another trial began")
+                self._candidates = candidates
                 for model, queue in self._queues.items():
                     if (shadow := queue.shadow(candidates[model])) is not None:
                         shadows[model] = shadow
@@ -238,18 +241,21 @@ class Runtime:
             self._trial.end("cancelled", reason)
             self._trying.cancel()
             await asyncio.wait({self._trying})
+            await self._let_go(self._candidates)  # a task that is cancelled before its first step does nothing at all
 
-    async def _try(self, trial: Trial, candidates: Mapping[str, SchedulingPolicy]) -> None:
+    async def _try(self, trial: Trial, candidates: dict[str, SchedulingPolicy]) -> None:
         try:
             await trial.run(lambda: self.swap({"scheduling": trial.use}))
         finally:
             await self._let_go(candidates)
 
-    async def _let_go(self, candidates: Mapping[str, SchedulingPolicy]) -> None:
-        """Take the candidates out of the queues that still have them, and close them."""
-        for queue in self._queues.values():
-            queue.shadow(None)
-        for policy in candidates.values():
+    async def _let_go(self, candidates: dict[str, SchedulingPolicy]) -> None:
+        """Take the candidates out of the queues, if they got there, and close each once."""
+        if candidates is self._candidates:
+            for queue in self._queues.values():
+                queue.shadow(None)
+        while candidates:
+            _, policy = candidates.popitem()
             await _close(policy)
 
     def failed_over(self, model: str, failover: Failover) -> None:
