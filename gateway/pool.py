@@ -48,6 +48,9 @@ __all__ = [
 ]
 
 
+_CONNECTED = (WorkerState.READY, WorkerState.DRAINING)
+
+
 class Pool:
     """The workers of one ``pools:`` entry of one model. Belongs to the event loop."""
 
@@ -110,6 +113,16 @@ class Pool:
     def ready(self) -> list[WorkerHandle]:
         """Workers that take requests."""
         return [handle for handle in self.handles if handle.state is WorkerState.READY]
+
+    @property
+    def connected(self) -> list[WorkerHandle]:
+        """Workers that hear what is sent to them: the ready ones, and those that drain."""
+        return [handle for handle in self.handles if handle.state in _CONNECTED]
+
+    @property
+    def out_of_reach(self) -> list[str]:
+        """Names of workers that nobody is connected to and that may live all the same, with all that they cached."""
+        return [slot.handle.name for slot in self._slots if slot.foreign and slot.handle.state not in _CONNECTED]
 
     def start(self) -> None:
         """Begin to start the workers; does not wait for them."""

@@ -2,8 +2,8 @@
 
 Rules
 - The epoch is bumped first: from that moment no request can reach an old block, whatever becomes of the sweep.
-- Every ready worker of every pool is asked, all at once, each in its own time; one that does not answer is named, and
-  its blocks stay unreachable until it is gone.
+- Every connected worker is asked, also one that drains, all at once, each in its own time. One that does not answer is
+  named, and so is one that may run while nobody is connected to it: its blocks stay unreachable until it is gone.
 - A request that began under an older epoch and runs on after the sweep is swept up behind (``sweep_behind``).
 - A receipt is signed with the server's secret, so that it can be shown to be this gateway's.
 """
@@ -86,7 +86,8 @@ async def purge(tenant: TenantId, tenants: Tenants, pools: Sequence[Pool], secre
         receipt.pending[handle.name] = answer.pending
 
     if scopes:
-        await asyncio.gather(*(sweep(handle) for pool in pools for handle in pool.ready))
+        receipt.failed = {name: "not connected" for pool in pools for name in pool.out_of_reach}
+        await asyncio.gather(*(sweep(handle) for pool in pools for handle in pool.connected))
     return receipt
 
 

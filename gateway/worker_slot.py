@@ -98,6 +98,8 @@ class WorkerSlot:
         self.last_loss: WorkerLoss | None = None
         """How the last worker in this place ended."""
         self.address: str | None = None
+        self.foreign = False
+        """Its process is none of ours: it may live on while nobody is connected to it."""
 
     async def run(self) -> None:
         """Start and replace workers until cancelled."""
@@ -130,7 +132,7 @@ class WorkerSlot:
         except Exception as error:  # a launcher is foreign code
             log.error("launcher_failed", worker=self._spec.name, exc_info=error)
             return self._lost(handle, WorkerLoss(LossKind.START_FAILED, type(error).__name__))
-        self.address = process.address
+        self.address, self.foreign = process.address, process.pid is None
         client = WorkerClient(process.address, process.secret)
         session = asyncio.create_task(self._converse(handle, client))
         exit_ = asyncio.create_task(process.wait())
@@ -153,15 +155,20 @@ class WorkerSlot:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._end(process, client, grace_s)
 
-    @staticmethod
     def _cause(
-        session: asyncio.Task[WorkerLoss], exit_: asyncio.Task[WorkerExit], watch: asyncio.Task[WorkerLoss]
+        self,
+        session: asyncio.Task[WorkerLoss],
+        exit_: asyncio.Task[WorkerExit],
+        watch: asyncio.Task[WorkerLoss],
     ) -> WorkerLoss:
         """The most telling of what ended."""
         if watch.done():
             return watch.result()
         spoken = session.result() if session.done() else WorkerLoss(LossKind.DISCONNECTED)
         if not exit_.done() or spoken.kind is not LossKind.DISCONNECTED:
+            return spoken
+        if (failure := exit_.exception()) is not None:  # a launcher is foreign code
+            log.error("launcher_failed", worker=self._spec.name, exc_info=failure)
             return spoken
         ended = exit_.result()
         kind = LossKind.EXITED if ended.signal is None else LossKind.SIGNALLED

@@ -16,7 +16,7 @@ from gateway.settings import Launch
 from gateway.settings import Pool as PoolConfig
 from gateway.worker_slot import backoff_s
 from workers.config import EngineConfig
-from workers.launchers.base import LaunchContext, Launcher, LaunchError, WorkerProcess, WorkerSpec
+from workers.launchers.base import LaunchContext, Launcher, LaunchError, WorkerExit, WorkerProcess, WorkerSpec
 from workers.launchers.static import StaticLauncher
 from workers.protocol import PROTOCOL, Cancel, Generate, Hello, StepOutputs
 from workers.rpc import WorkerServer
@@ -412,3 +412,27 @@ async def test_a_worker_of_another_protocol_is_refused_by_its_number(
         assert f"protocol {PROTOCOL + 1}" in pool.snapshot()[0]["last_loss"]["detail"]
     finally:
         await server.stop()
+
+
+class Lying:
+    """A launcher whose processes cannot tell how they ended."""
+
+    def __init__(self) -> None:
+        self._launcher = echo_launcher()
+        self.started = 0
+
+    async def start(self, spec: WorkerSpec) -> WorkerProcess:
+        process = await self._launcher.start(spec)
+        self.started += 1
+        if self.started == 1:
+            process.wait = self._fail  # type: ignore[method-assign]
+        return process
+
+    async def _fail(self) -> WorkerExit:
+        raise RuntimeError("a bug of the launcher")
+
+
+async def test_a_launcher_that_fails_while_its_worker_runs_ends_no_place(start: Start) -> None:
+    launcher = Lying()
+    await start(launcher=launcher)
+    assert launcher.started == 2
