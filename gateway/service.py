@@ -41,6 +41,7 @@ from workers.model_store import Progress
 
 _log = log.get("gateway")
 
+FIRST_RETRY_S = 1.0
 _MAX_RETRY_S = 30.0
 _LAST_WORDS_S = 2.0
 """How long requests that were cut off by the end of a drain may take to tell their callers."""
@@ -198,13 +199,14 @@ class Gateway:
 
     async def _load(self, model: ModelHandle) -> None:
         """Read the model's files, again and again until that works: they may still be on their way."""
-        wait_s = 1.0
+        wait_s = FIRST_RETRY_S
         while True:
             try:
                 await load_model(model, self._base_dir, self.progress)
-            except (OSError, ValueError) as error:
+            except Exception as error:  # files of any kind of malformed: whatever they provoke, they may be mended
                 # The operator's own configuration, not a caller's text: the message is safe and needed.
-                _log.error("model_not_loaded", model=model.name, why=str(error), retry_s=wait_s)
+                why = str(error) if isinstance(error, OSError | ValueError) else log.describe(error)
+                _log.error("model_not_loaded", model=model.name, why=why, retry_s=wait_s)
                 await asyncio.sleep(wait_s)
                 wait_s = min(_MAX_RETRY_S, wait_s * 2)
             else:
