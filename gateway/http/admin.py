@@ -104,7 +104,7 @@ class _Gate:
         await self._app(scope, receive, send)
 
     def _with_token(self, request: Request) -> ApiError | None:
-        if request.url.path == "/healthz":
+        if request.scope["path"] == "/healthz":  # what is routed by; ``request.url`` is made with the caller's Host
             return None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._token):

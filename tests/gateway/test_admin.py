@@ -41,6 +41,9 @@ async def test_with_a_token_every_route_wants_it(start: Start) -> None:
                 answer = await site.admin.request(method, path, headers=headers)
                 assert answer.status_code == 401, (method, path, headers)
                 assert answer.json()["error"]["code"] == "invalid_token"
+        for host in ("x/healthz?", "x/healthz#", "x\\healthz"):  # no name can make a route another one
+            answer = await site.admin.get("/admin/tenants", headers={"host": host})
+            assert answer.status_code in (400, 401), host
         bearer = {"authorization": "Bearer a secret"}
         assert (await site.admin.get("/admin/tenants", headers=bearer)).status_code == 200
         assert (await site.admin.get("/metrics", headers={**bearer, "origin": "http://x"})).status_code == 200
