@@ -7,6 +7,7 @@ anybody in, and does not keep a later one from accepting.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from pydantic import Field
@@ -14,6 +15,7 @@ from pydantic import Field
 from policies.spi import (
     AuthError,
     AuthPolicy,
+    Lifecycle,
     PolicyConfig,
     PolicyConfigError,
     PolicyContext,
@@ -41,6 +43,19 @@ class ChainAuth:
 
     def __init__(self, policies: Sequence[AuthPolicy]) -> None:
         self._policies = tuple(policies)
+
+    async def start(self) -> None:
+        """Start those that have a lifecycle. Raises what one of them raises."""
+        for policy in self._policies:
+            if isinstance(policy, Lifecycle):
+                await policy.start()
+
+    async def close(self) -> None:
+        """Close them, last first; one that fails keeps no other from being closed."""
+        async with AsyncExitStack() as stack:
+            for policy in self._policies:
+                if isinstance(policy, Lifecycle):
+                    stack.push_async_callback(policy.close)
 
     async def authenticate(self, request: AuthRequest) -> Principal:
         """The first principal. Raises AuthError or PolicyUnavailableError."""

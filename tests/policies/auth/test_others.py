@@ -12,7 +12,7 @@ from policies.auth.api_key import hash_key, key_prefix, make_key
 from policies.auth.chain import ChainAuth
 from policies.manager import make_manager
 from policies.registry import Registry
-from policies.spi import AuthError, PolicyConfigError, PolicyContext, PolicyUnavailableError
+from policies.spi import AuthError, Lifecycle, PolicyConfigError, PolicyContext, PolicyUnavailableError
 from policies.types import AuthRequest, Principal, TenantId
 from tests.policies.auth.tokens import SECRET, sign
 
@@ -152,6 +152,32 @@ async def test_chain_takes_the_first_and_fails_closed(answers: list[Any], expect
         await chain.authenticate(AuthRequest({}))
     if DOWN in answers:
         assert caught.value.retry_after_s == 7.0
+
+
+class Living(Answers):
+    """With a lifecycle."""
+
+    def __init__(self, notes: list[str], name: str, *, closes: bool = True) -> None:
+        super().__init__(name)
+        self.notes, self.name, self.closes = notes, name, closes
+
+    async def start(self) -> None:
+        self.notes.append(f"start {self.name}")
+
+    async def close(self) -> None:
+        self.notes.append(f"close {self.name}")
+        if not self.closes:
+            raise RuntimeError("cannot close")
+
+
+async def test_chain_starts_and_closes_its_policies() -> None:
+    notes: list[str] = []
+    chain = ChainAuth([Living(notes, "a"), Answers("b"), Living(notes, "c", closes=False)])
+    assert isinstance(chain, Lifecycle)
+    await chain.start()
+    with pytest.raises(RuntimeError, match="cannot close"):
+        await chain.close()
+    assert notes == ["start a", "start c", "close c", "close a"]
 
 
 async def test_chain_of_real_policies() -> None:
