@@ -55,20 +55,23 @@ def place_of(cxx: str) -> Path:
 def library() -> Path:
     """Path of the compiled kernel, compiling it when it is not in the cache (about 20 s, once).
 
-    Raises NativeUnavailableError without a compiler, or with the compiler's first error line.
+    Raises NativeUnavailableError without a compiler or a place to write to, or with the compiler's first error line.
     """
     cxx = compiler()
     if cxx is None:
         raise NativeUnavailableError("no C++ compiler (g++, c++ or clang++) on the path; install one or set CXX")
-    place = place_of(cxx)
-    if place.exists():
-        return place
-    folder = place.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not place.exists():
-            _compile(cxx, folder, place)
+    try:
+        place = place_of(cxx)
+        if place.exists():
+            return place
+        folder = place.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not place.exists():
+                _compile(cxx, folder, place)
+    except (OSError, subprocess.SubprocessError) as error:  # no place to build in, or a compiler that does not run
+        raise NativeUnavailableError(f"{Path(cxx).name} could not build it in {cache_dir()}: {error}") from error
     return place
 
 
@@ -82,8 +85,6 @@ def _compile(cxx: str, folder: Path, place: Path) -> None:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise NativeUnavailableError(f"{Path(cxx).name} failed: {lines[0][:300] if lines else 'no message'}")
         os.replace(name, place)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailableError(f"{Path(cxx).name} could not run: {error}") from error
     finally:
         Path(name).unlink(missing_ok=True)
 

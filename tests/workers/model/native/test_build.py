@@ -50,6 +50,23 @@ def test_no_compiler_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
         build.library()
 
 
+def test_no_place_to_write_to_is_no_reason_to_stop(
+    compiler_that_logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with a read-only home runs on torch then, as without a compiler."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "file"))
+    with pytest.raises(build.NativeUnavailableError, match="could not build it in"):
+        build.library()
+
+
+def test_a_compiler_that_is_none_is_no_reason_to_stop(compiler_that_logs: Path) -> None:
+    Path(os.environ["CXX"]).write_bytes(b"\x7fELF, but not really")
+    build._key.cache_clear()
+    with pytest.raises(build.NativeUnavailableError, match="cxx could not build it"):
+        build.library()
+
+
 def test_a_failing_compiler_leaves_nothing_behind(compiler_that_logs: Path, tmp_path: Path) -> None:
     Path(os.environ["CXX"]).write_text(
         '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "step.cpp:1: error: no such luck" >&2\nexit 1\n'
