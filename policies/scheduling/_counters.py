@@ -64,7 +64,7 @@ class CounterScheduler(ABC):
         self._last_left: TenantId | None = None
         self._resumed: set[TenantId] = set()
         self._sweep_at = IDLE_KEPT
-        self._pick: tuple[Job, float, int] | None = None
+        self._pick: tuple[Job, float] | None = None
 
     # -- what a subclass decides ----------------------------------------------------------------------------------
 
@@ -86,9 +86,9 @@ class CounterScheduler(ABC):
     def _picked(self, job: Job, counter: float) -> None:  # noqa: B027
         """``job`` left the queue to run; ``counter``: its tenant's, before it was charged."""
 
-    def _cached(self, job: Job) -> int:
-        """Prompt tokens that are expected to cost nothing."""
-        return 0
+    def _pay(self, job: Job) -> float:
+        """What the job is expected to cost."""
+        return self._paid.take(job, self._lengths.begin(job))
 
     # -- SchedulingPolicy -----------------------------------------------------------------------------------------
 
@@ -99,14 +99,18 @@ class CounterScheduler(ABC):
 
     def pop(self, now: float, fits: Fits) -> Job | None:
         """O(log tenants) and one ``fits`` per head that does not fit."""
-        head = self._lines.head
-        tenant = self._waiting.first(lambda tenant: fits(head(tenant)))
+        tenant = self._waiting.top()
         if tenant is None:
             return None
+        if not fits(self._lines.head(tenant)):
+            head = self._lines.head
+            tenant = self._waiting.next(lambda tenant: fits(head(tenant)))
+            if tenant is None:
+                return None
         counter = self._counters[tenant]
         job = self._lines.pop(tenant)
-        self._pick = (job, counter, len(self._waiting))
-        self._count(job, self._paid.take(job, self._lengths.begin(job), self._cached(job)))
+        self._pick = (job, counter)
+        self._count(job, self._pay(job))
         self._picked(job, counter)
         self._leave_if_empty(tenant)
         return job
@@ -183,7 +187,8 @@ class CounterScheduler(ABC):
         """Its counter, and why that made it the next."""
         if self._pick is None or self._pick[0].id != job.id:
             return Pick("not picked last")
-        _, counter, tenants = self._pick
+        counter = self._pick[1]
+        tenants = len(self._waiting) + (job.tenant not in self._waiting)
         return Pick(self._why(counter, tenants), counter)
 
     def counters(self) -> Mapping[TenantId, float]:

@@ -43,9 +43,10 @@ class Floors(Generic[G]):
 
     def due(self) -> list[G]:
         """Groups with credit that wait, largest credit first."""
-        if not self._waiting:
-            return []
-        return sorted((g for g in self._waiting if self._credit[g] > 0), key=lambda g: -self._credit[g])
+        due = [group for group in self._waiting if self._credit[group] > 0]
+        if len(due) > 1:
+            due.sort(key=lambda group: -self._credit[group])
+        return due
 
     def serve(self, group: G, cost: float, *, ordinary: bool = False) -> None:
         """``cost`` of the group's work was started, or corrected by (then it may be negative).

@@ -11,17 +11,19 @@ Rules
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from policies.scheduling._lines import Ranking
 from policies.types import Job, JobId
 
 F = TypeVar("F", bound=Hashable)
 
-# (0 for a returned job else 1, its place among those, order of arrival, job, flow, key). The order is unique, so that a
-# comparison ends there. An entry is live while it is the one in ``_jobs``.
-_Entry = tuple[int, Any, int, Job, F, Any]
+# (place, order of arrival, job, flow, key). The place is the key, or before all keys for a returned job; the order is
+# unique, so that a comparison ends there. An entry is live while it is the one in ``_jobs``.
+_Entry = tuple[float, int, Job, F, float]
+_FRONT = -math.inf
 
 
 class KeyedLines(Generic[F]):
@@ -34,24 +36,25 @@ class KeyedLines(Generic[F]):
         self._front = 0
         self._stale = 0
 
-    def push(self, flow: F, job: Job, key: Any) -> bool:
+    def push(self, flow: F, job: Job, key: float) -> bool:
         """True when it becomes the flow's head. Raises ValueError for an id that is already queued."""
         self._back = order = self._back + 1
-        return self._insert((1, key, order, job, flow, key))
+        return self._insert((key, order, job, flow, key))
 
-    def push_front(self, flow: F, job: Job, key: Any) -> bool:
+    def push_front(self, flow: F, job: Job, key: float) -> bool:
         """Put before all others of its flow: always its head. Raises ValueError likewise."""
         self._front = order = self._front - 1
-        return self._insert((0, order, order, job, flow, key))
+        return self._insert((_FRONT, order, job, flow, key))
 
-    def rekey(self, job_id: JobId, key: Any) -> bool:
+    def rekey(self, job_id: JobId, key: float) -> bool:
         """Change the key of a queued job; True when its flow's head or the head's key changed."""
         old = self._jobs[job_id]
-        if old[5] == key:
+        place, order, job, flow, before = old
+        if before == key:
             return False
-        fresh = (old[0], key if old[0] else old[1], old[2], old[3], old[4], key)
+        fresh = (_FRONT if place == _FRONT else key, order, job, flow, key)
         self._jobs[job_id] = fresh
-        heap = self._heaps[old[4]]
+        heap = self._heaps[flow]
         was_head = heap[0] is old
         if was_head:
             heapq.heapreplace(heap, fresh)
@@ -59,20 +62,20 @@ class KeyedLines(Generic[F]):
         else:
             heapq.heappush(heap, fresh)
             self._outdated()
-        return was_head or self._heaps[old[4]][0] is fresh
+        return was_head or self._heaps[flow][0] is fresh
 
     def head(self, flow: F) -> Job:
         """The first job of a flow that has a line."""
-        return self._heaps[flow][0][3]
+        return self._heaps[flow][0][2]
 
-    def head_key(self, flow: F) -> Any:
+    def head_key(self, flow: F) -> float:
         """Its key."""
-        return self._heaps[flow][0][5]
+        return self._heaps[flow][0][4]
 
     def pop(self, flow: F) -> Job:
         """Remove and return the first job of a flow that has a line."""
         heap = self._heaps[flow]
-        job = heapq.heappop(heap)[3]
+        job = heapq.heappop(heap)[2]
         del self._jobs[job.id]
         if self._stale:
             self._tidy(heap)
@@ -85,7 +88,7 @@ class KeyedLines(Generic[F]):
         entry = self._jobs.get(job_id)
         if entry is None:
             return None
-        flow, job = entry[4], entry[3]
+        flow, job = entry[3], entry[2]
         if self._heaps[flow][0] is entry:
             self.pop(flow)
         else:
@@ -95,11 +98,11 @@ class KeyedLines(Generic[F]):
 
     def drain(self) -> list[Job]:
         """Remove and return all jobs in order of arrival, returned ones first. O(n log n)."""
-        entries = sorted(self._jobs.values(), key=lambda entry: entry[2])
+        entries = sorted(self._jobs.values(), key=lambda entry: entry[1])
         self._jobs.clear()
         self._heaps.clear()
         self._stale = 0
-        return [entry[3] for entry in entries]
+        return [entry[2] for entry in entries]
 
     def has(self, flow: F) -> bool:
         """Whether the flow has queued jobs."""
@@ -108,7 +111,7 @@ class KeyedLines(Generic[F]):
     def get(self, job_id: JobId) -> Job | None:
         """The job, if it is queued."""
         entry = self._jobs.get(job_id)
-        return None if entry is None else entry[3]
+        return None if entry is None else entry[2]
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -117,20 +120,20 @@ class KeyedLines(Generic[F]):
         return iter(self._heaps)
 
     def _insert(self, entry: _Entry[F]) -> bool:
-        job = entry[3]
-        if job.id in self._jobs:
-            raise ValueError(f"job {job.id!r} is already queued")
-        self._jobs[job.id] = entry
-        heap = self._heaps.get(entry[4])
+        job_id = entry[2].id
+        if job_id in self._jobs:
+            raise ValueError(f"job {job_id!r} is already queued")
+        self._jobs[job_id] = entry
+        heap = self._heaps.get(entry[3])
         if heap is None:
-            self._heaps[entry[4]] = [entry]
+            self._heaps[entry[3]] = [entry]
             return True
         heapq.heappush(heap, entry)
         return heap[0] is entry
 
     def _tidy(self, heap: list[_Entry[F]]) -> None:
         """Take stale entries off the top."""
-        while heap and self._jobs.get(heap[0][3].id) is not heap[0]:
+        while heap and self._jobs.get(heap[0][2].id) is not heap[0]:
             heapq.heappop(heap)
             self._stale -= 1
 
@@ -139,7 +142,7 @@ class KeyedLines(Generic[F]):
         self._stale += 1
         if self._stale > len(self._jobs) + 64:
             for flow, heap in self._heaps.items():
-                live = [entry for entry in heap if self._jobs.get(entry[3].id) is entry]
+                live = [entry for entry in heap if self._jobs.get(entry[2].id) is entry]
                 heapq.heapify(live)
                 self._heaps[flow] = live
             self._stale = 0
@@ -152,20 +155,23 @@ class KeyedHeads(Generic[F]):
         self.lines: KeyedLines[F] = KeyedLines()
         self._heads: Ranking[F] = Ranking()
 
-    def push(self, flow: F, job: Job, key: Any) -> None:
+    def push(self, flow: F, job: Job, key: float) -> None:
         """Raises ValueError for an id that is already queued."""
         if self.lines.push(flow, job, key):
             self._set(flow, key)
 
-    def push_front(self, flow: F, job: Job, key: Any) -> None:
+    def push_front(self, flow: F, job: Job, key: float) -> None:
         """Put before all others of its flow. Raises ValueError likewise."""
         self.lines.push_front(flow, job, key)
         self._set(flow, key)
 
     def first(self, accept: Callable[[Job], bool]) -> F | None:
         """The first flow whose head is accepted."""
+        flow = self._heads.top()
+        if flow is None or accept(self.lines.head(flow)):
+            return flow
         head = self.lines.head
-        return self._heads.first(lambda flow: accept(head(flow)))
+        return self._heads.next(lambda flow: accept(head(flow)))
 
     def pop(self, flow: F) -> Job:
         """Remove and return the flow's head."""
@@ -195,7 +201,7 @@ class KeyedHeads(Generic[F]):
         else:
             self._unset(flow)
 
-    def _set(self, flow: F, key: Any) -> None:
+    def _set(self, flow: F, key: float) -> None:
         self._heads.set(flow, key)
 
     def _unset(self, flow: F) -> None:

@@ -81,10 +81,17 @@ class Lengths:
         expected = math.ceil(series.mean) if self._predict == "mean" else series.quantile(self._quantile)
         return min(job.max_tokens, expected)
 
-    def begin(self, job: Job) -> int:
-        """It is dispatched (again, perhaps); returns what it is expected to produce."""
+    def start(self, job: Job) -> None:
+        """It is dispatched (again, perhaps)."""
         if self.learns:
             self._produced.setdefault(job.id, 0)
+
+    def begin(self, job: Job) -> int:
+        """``start``, and what it is expected to produce."""
+        if self.learns:
+            self._produced.setdefault(job.id, 0)
+        elif self._predict == "none":
+            return 0
         return self.expect(job)
 
     def note(self, job: Job, output: int, final: bool) -> None:

@@ -150,14 +150,24 @@ class Ranking(Generic[K]):
         self._settle()
         return self._heap[0][0]
 
-    def first(self, accept: Callable[[K], bool]) -> K | None:
-        """The first key in order of rank that ``accept`` takes; None when it takes none. O(k log n) for k asked."""
+    def top(self) -> K | None:
+        """The first key in order of rank; None when empty."""
         if not self._rank:
             return None
-        self._settle()
-        key = self._heap[0][2]
-        if accept(key):
-            return key
+        entry = self._heap[0]
+        key = entry[2]
+        if self._entry.get(key) is not entry or self._rank[key] != entry[0]:
+            self._settle()
+            key = self._heap[0][2]
+        return key
+
+    def first(self, accept: Callable[[K], bool]) -> K | None:
+        """The first key in order of rank that ``accept`` takes; None when it takes none. O(k log n) for k asked."""
+        key = self.top()
+        return key if key is None or accept(key) else self.next(accept)
+
+    def next(self, accept: Callable[[K], bool]) -> K | None:
+        """Like ``first``, when the top was asked and refused already."""
         refused = [heapq.heappop(self._heap)]
         try:
             while self._rank and len(refused) < len(self._rank):

@@ -122,16 +122,11 @@ class EdfScheduler:
 
     def pop(self, now: float, fits: Fits) -> Job | None:
         """O(log n) and one ``fits`` per tenant and class whose head does not fit."""
-        flow, due = None, ""
-        for due in self._floors.due():
-            flow = self._queue.first_of(due, fits)
-            if flow is not None:
-                break
-        else:
-            due = ""
-            flow = self._queue.first(fits)
+        flow, due = self._first_due(fits) if self._config.floors else (None, "")
         if flow is None:
-            return None
+            flow, due = self._queue.first(fits), ""
+            if flow is None:
+                return None
         queued = len(self._queue)
         job = self._queue.pop(flow)
         self._entered.pop(job.id, None)
@@ -212,6 +207,13 @@ class EdfScheduler:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def _first_due(self, fits: Fits) -> tuple[Flow | None, str]:
+        for due in self._floors.due():
+            flow = self._queue.first_of(due, fits)
+            if flow is not None:
+                return flow, due
+        return None, ""
 
     def _deadline(self, job: Job) -> float:
         if job.deadline is not None:

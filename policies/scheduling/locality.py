@@ -52,7 +52,7 @@ class LocalityScheduler(CounterScheduler):
     def pop(self, now: float, fits: Fits) -> Job | None:
         """As in ``CounterScheduler``; first the heads at the top are looked at again, since keys may be forgotten."""
         while self._prefixes.forgot:
-            tenant = self._waiting.first(lambda tenant: True)
+            tenant = self._waiting.top()
             if tenant is None or not self._prefixes.shrunk(tenant):
                 break
             self._waiting.set(tenant, self._rank(tenant, self._counters[tenant]))
@@ -64,9 +64,9 @@ class LocalityScheduler(CounterScheduler):
     def _rank(self, tenant: TenantId, counter: float) -> Any:
         return math.floor(counter / self._quantum), self._prefixes.head_key(tenant)
 
-    def _cached(self, job: Job) -> int:
+    def _pay(self, job: Job) -> float:
         self._matched = self._prefixes.matched(job)
-        return self._matched
+        return self._paid.take(job, self._lengths.begin(job), self._matched)
 
     def _picked(self, job: Job, counter: float) -> None:
         self._round = max(self._round, math.floor(counter / self._quantum))

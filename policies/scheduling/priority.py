@@ -90,15 +90,17 @@ class PriorityScheduler:
         """O(log n)."""
         if job.id in self._aged:
             raise ValueError(f"job {job.id!r} is already queued")
-        self._grant(job)
-        band = self._band(job.priority)
-        band.push(job, now)
-        self._enter(job, job.priority, job.arrived_at)
+        priority = job.priority
+        if self._named:
+            self._grant(job)
+        self._band(priority).push(job, now)
+        self._enter(job, priority, job.arrived_at)
 
     def pop(self, now: float, fits: Fits) -> Job | None:
         """O(log n) and one ``fits`` per tenant whose head does not fit."""
-        self._promote(now)
-        for priority in self._floors.due():
+        if self._ages and self._ages[0][0] <= now:
+            self._promote(now)
+        for priority in self._floors.due() if self._named else ():
             job = self._pop(priority, now, fits, due=True)
             if job is not None:
                 return job
@@ -199,8 +201,6 @@ class PriorityScheduler:
 
     def _pop(self, priority: int, now: float, fits: Fits, *, due: bool) -> Job | None:
         band = self._bands[priority]
-        if not len(band):
-            return None
         band.ordinary = not due
         try:
             job = band.pop(now, fits)
@@ -264,7 +264,8 @@ class PriorityScheduler:
             self._floors.grant(job.priority, self._named[name])
 
     def _mark(self, priority: int) -> None:
-        self._floors.wait(priority, len(self._bands[priority]) > 0)
+        if self._named:
+            self._floors.wait(priority, len(self._bands[priority]) > 0)
 
 
 def _make(config: PriorityConfig, ctx: PolicyContext) -> PriorityScheduler:

@@ -38,7 +38,7 @@ class SjfScheduler:
         self._lengths = lengths
         self._ageing = ageing
         self._queue: KeyedHeads[TenantId] = KeyedHeads()
-        self._pick: tuple[Job, int, int] | None = None
+        self._pick: tuple[Job, int] | None = None
 
     def push(self, job: Job, now: float) -> None:
         """O(log n)."""
@@ -51,7 +51,8 @@ class SjfScheduler:
             return None
         queued = len(self._queue)
         job = self._queue.pop(tenant)
-        self._pick = (job, self._lengths.begin(job), queued)
+        self._lengths.start(job)
+        self._pick = (job, queued)
         return job
 
     def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:
@@ -85,8 +86,8 @@ class SjfScheduler:
         """What it is expected to cost."""
         if self._pick is None or self._pick[0].id != job.id:
             return Pick("not picked last")
-        _, output, queued = self._pick
-        return Pick(f"shortest of {queued} queued that fits, waits count: {output} output tokens expected")
+        output = self._lengths.expect(job)
+        return Pick(f"shortest of {self._pick[1]} queued that fits, waits count: {output} output tokens expected")
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -28,7 +28,6 @@ TENANTS = 1_000
 ROUNDS = 20_000
 MOVED = 10_000
 CLASSES = (("interactive", 1, 20.0), ("batch", 0, 600.0))
-WITH = {"priority": {"floors": {"batch": 0.1}}, "edf": {"floors": {"batch": 0.1}}}
 BUDGET_US = 10.0
 REGISTRY = Registry.from_manager(make_manager())
 
@@ -77,7 +76,7 @@ def jobs(count: int, prefix: str, start: float = 0.0, keys: int = 4) -> list[Job
 
 def build(name: str) -> SchedulingPolicy:
     """A policy of the registry."""
-    policy: SchedulingPolicy = REGISTRY.build("scheduling", name, WITH.get(name, {}), PolicyContext())
+    policy: SchedulingPolicy = REGISTRY.build("scheduling", name, {}, PolicyContext())
     return policy
 
 
