@@ -71,11 +71,17 @@ def dev_key_path() -> Path:
 def dev_key() -> str:
     """The key of development tokens (64 hex digits), made on the first call; all processes of a user get the same.
 
-    Raises PathError for a key file that is not the user's alone, or has no key in it.
+    Raises PathError for a key file that is not the user's alone, or has no key in it, and where none can be made.
     """
     path = dev_key_path()
-    if not path.is_symlink() and not path.exists():
-        _create(path, secrets.token_hex(32))
+    try:
+        if not path.is_symlink() and not path.exists():
+            _create(path, secrets.token_hex(32))
+    except OSError as error:
+        raise PathError(
+            f"the development key {path} cannot be made ({error.strerror}); set FOREBAY_STATE to a folder that can be "
+            f"written, or set a key of your own"
+        ) from None
     return _read(path)
 
 

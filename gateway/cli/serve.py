@@ -92,7 +92,10 @@ def _run(start: Start) -> int:
     from gateway.cli.listener import bind
     from gateway.log import configure
 
-    configure("gateway", level=start.log_level)
+    try:
+        configure("gateway", level=start.log_level)
+    except ValueError as error:
+        raise UserError(f"--log-level: {error}", code=2) from None
     settings = start.settings
     with contextlib.ExitStack() as sockets:
         public = sockets.enter_context(contextlib.closing(bind(settings.listen.host, settings.listen.port, "listen")))
@@ -141,8 +144,11 @@ def _write_ready(path: Path, base_url: str, admin_url: str) -> None:
         "admin_port": int(admin_url.rsplit(":", 1)[1]),
     }
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(ready) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(ready) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"--ready-file: {path} cannot be written ({error.strerror}).") from None
 
 
 def _banner(start: Start, base_url: str, admin_url: str) -> str:

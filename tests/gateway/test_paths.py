@@ -128,3 +128,10 @@ def test_a_folder_in_the_keys_place_is_refused() -> None:
     dev_key_path().mkdir(parents=True)
     with pytest.raises((PathError, IsADirectoryError)):
         dev_key()
+
+
+def test_where_no_key_can_be_made_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with a home that is read-only, say."""
+    monkeypatch.setenv("FOREBAY_STATE", "/proc/nowhere")
+    with pytest.raises(PathError, match=r"/proc/nowhere/dev-jwt\.key cannot be made .*; set FOREBAY_STATE"):
+        dev_key()

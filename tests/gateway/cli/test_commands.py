@@ -216,6 +216,26 @@ def test_dev_is_for_this_machine_only(tmp_path: Path, state: dict[str, str]) -> 
     assert not Path(state["FOREBAY_STATE"]).exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "environment", "what"),
+    [
+        (("--log-level", "loud"), {}, "--log-level: "),
+        (("--ready-file", "/proc/nowhere/ready"), {}, "--ready-file: /proc/nowhere/ready "),
+        (("--dev",), {"FOREBAY_STATE": "/proc/nowhere"}, "set FOREBAY_STATE"),
+    ],
+    ids=["log level", "ready file", "development key"],
+)
+def test_what_serve_cannot_use_is_one_message(
+    tmp_path: Path, words: tuple[str, ...], environment: dict[str, str], what: str
+) -> None:
+    config = demo(tmp_path, listen={"port": 0}, admin={"port": 0})
+    done = forebay("serve", *words, config, key=None if environment else KEY, **environment)
+    assert done.returncode in (1, 2)
+    (complaint,) = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+    assert complaint.startswith("error: ")
+    assert what in complaint
+
+
 def test_reload_without_a_gateway_says_where_it_looked(tmp_path: Path) -> None:
     done = forebay("config", "reload", "--url", "http://127.0.0.1:9")
     assert done.returncode == 1
