@@ -87,6 +87,7 @@ class Flights:
         job = flight.ticket.job
         job_id = job.id
         assert job_id not in self._by_id
+        flight.load.sent_step = flight.handle.step
         flight.load.footprint = self._pace(flight.handle.name).footprint(job.prompt_tokens, job.max_tokens)
         self._by_id[job_id] = flight
         self._by_worker.setdefault(flight.handle.name, {})[job_id] = flight

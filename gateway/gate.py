@@ -4,7 +4,8 @@ Rules
 - The gate is what this gateway itself sent and has not seen end, against the worker's ``max_running``. The worker's own
   line may hold ``MAX_WAITING`` jobs, to bridge the way there and back; so the engine is never idle while jobs queue.
 - A job starts in the worker's next step while that step has token budget left: those beyond it would wait there, so
-  they count against the line. A worker that reports a line of its own gets no more than fills that line.
+  they count against the line. A worker that reports a line of its own gets no more than fills that line: what was
+  sent in the last two steps is not in its report yet and counts on top.
 - Blocks: the worker's free + cached ones, net of what was sent and is not in its figures yet, must hold its prompt
   and the first block of each choice's output, not its max_tokens: most answers are shorter, and the engine preempts
   when they are not. An idle worker takes any job: what can never fit it refuses itself.
@@ -38,6 +39,8 @@ class Load:
     suspect: bool = False
     footprint: float = 0.0
     """Tokens it holds on average (``Pace.footprint``)."""
+    sent_step: int = 0
+    """The worker's last reported step when it was sent."""
 
     def advance(self, prompt_left: int, *, started: bool) -> None:
         """Note what the worker says of its progress."""
@@ -97,7 +100,8 @@ class Room:
             else:
                 waiting += 1
         if not stale and view.waiting > 0:
-            waiting = max(waiting, view.waiting)
+            # A worker takes its figures before it reads its mail, so a job shows in the report after the next.
+            waiting = max(waiting, view.waiting + sum(load.sent_step >= step - 1 for load in unstarted))
             budget = 0
         if pace is not None:
             pace.begin(step, committed, view.total_blocks * view.block_size)

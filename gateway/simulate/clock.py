@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 PS_PER_S = 10**12
 
 
@@ -14,6 +16,13 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+    def after(self, seconds: float) -> int:
+        """The first picosecond from now on that is not before ``seconds`` when it is asked for in seconds."""
+        ps = max(math.ceil(seconds * PS_PER_S), round(self.now * PS_PER_S))
+        while ps / PS_PER_S < seconds:
+            ps += 1
+        return ps
 
     def move(self, ps: int) -> float:
         """To ``ps`` picoseconds; never back. Returns the seconds."""

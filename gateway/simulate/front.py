@@ -149,10 +149,15 @@ class Front:
         return self.queue.next_expiry()
 
     def idle_room(self, now: float) -> bool:
-        """Whether a queued job could run now: after a ``turn`` it must not be so. O(queued)."""
+        """Whether a queued job could run now: after a ``turn`` it must not be so. O(queued).
+
+        While others wait for a job that lacks room, it alone counts.
+        """
         rooms = [self._room(handle, now) for handle in self._handles if handle.available(now)]
         rooms = [room for room in rooms if room.open]
-        return any(room.fits(job, 1, suspect=False) for job in self.queue.queued_jobs() for room in rooms)
+        held = self.queue.held(_could_fit)
+        jobs = self.queue.queued_jobs() if held is None else [held]
+        return any(room.fits(job, 1, suspect=False) for job in jobs for room in rooms)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -179,7 +184,7 @@ class Front:
         request = self._waiting.pop(job.id)
         handle.send(self._workload.generate(request, job))
         footprint = self._paces[handle.name].footprint(job.prompt_tokens, job.max_tokens)
-        load = Load(job.prompt_tokens, 1, started=False, footprint=footprint)
+        load = Load(job.prompt_tokens, 1, started=False, footprint=footprint, sent_step=handle.step)
         flight = Flight(request, job, handle, load, Meter(job.prompt_tokens, 1))
         self._flights[job.id] = self._at[handle.name][job.id] = flight
         room.take(job, 1, suspect=False)

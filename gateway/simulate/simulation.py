@@ -8,7 +8,6 @@ Rules
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +53,8 @@ class Simulation:
         scenario = self._scenario = loaded.scenario
         config = scenario.workers
         self._observer = observer
+        self._in_vain: float | None = None
+        """An expiry that was due and came to nothing."""
         self._clock = Clock()
         scopes = _scopes(loaded) if config.prefix_cache or scenario.routing.use == "prefix_affinity" else ()
         self._workload = Workload(scenario, loaded.base_dir, scopes)
@@ -95,8 +96,11 @@ class Simulation:
                     coming = next(requests, None)
                 self._turn(now)
             else:
+                expiry = front.next_expiry()
                 self._catch_up(now)
                 self._turn(now)
+                # It may be named too early: then something else has to happen before it is looked at again.
+                self._in_vain = expiry if front.next_expiry() == expiry else None
         if not scenario.drain:
             last = end
             self._catch_up(end)
@@ -119,7 +123,7 @@ class Simulation:
     def _next(self, due: int | None, arrival: int | None) -> tuple[int | None, str]:
         """The next moment at which something happens, and what."""
         expiry = self.front.next_expiry()
-        wait = None if expiry is None else max(math.ceil(expiry * PS_PER_S), round(self._clock.now * PS_PER_S))
+        wait = None if expiry is None or expiry == self._in_vain else self._clock.after(expiry)
         best, what = due, "step"
         if arrival is not None and (best is None or arrival < best):
             best, what = arrival, "arrival"

@@ -75,3 +75,19 @@ def test_a_held_job_that_can_run_nowhere_any_more_holds_nobody() -> None:
     assert list(turn.run()) == ["a"]
     turn.rooms = (room("cpu", free=10, hardware="cpu"),)
     assert list(turn.run()) == ["b"]
+
+
+def test_a_worker_with_a_line_gets_what_fills_it_however_many_turns_there_are() -> None:
+    """Its report of step 7 shows one in line; what is sent afterwards is in no report before that of step 9."""
+    view = WorkerView("w", "m", "p", max_running=8, waiting=1, free_blocks=50, total_blocks=100, block_size=16)
+    loads = [Load(0, 1, started=True)]
+    sent = []
+    for step in (7, 7, 7, 8):
+        turn = Turn(Room.of(view, loads, 512, stale=False, step=step))
+        for number in range(3):
+            turn.queue.offer(job(f"{len(sent)}-{number}", 16), 0.0)
+        went = turn.run()
+        loads.extend(Load(16, 1, started=False, sent_step=step) for _ in went)
+        sent.extend(went)
+    assert len(sent) == 1
+    assert Room.of(view, loads, 512, stale=False, step=9).line == 1, "by then the report says itself who waits"
