@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from policies.types import Limits
+from workers import collector
 from workers.config import EngineConfig
 
 
@@ -196,6 +197,13 @@ class Telemetry(Section):
     capture_content: bool = False
     jaeger_ui: str | None = Field(None, pattern=r"^https?://")
     """Where traces can be seen, for links: a base URL (``/trace/<id>`` is added), or one with ``{trace_id}`` in it."""
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            collector.url(value)
+        return value
 
 
 class Settings(Section):

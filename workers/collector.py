@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 Protocol = Literal["grpc", "http/protobuf"]
 _TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
@@ -48,15 +49,25 @@ def target(env: Mapping[str, str], endpoint: str | None = None, protocol: str | 
         full = None
     if protocol not in ("grpc", "http/protobuf"):
         raise ValueError(f"{source}: {protocol!r} is not supported; use grpc or http/protobuf")
-    if "://" not in endpoint:
-        endpoint = f"http://{endpoint}"
-    if not endpoint.startswith(("http://", "https://")):
-        raise ValueError(f"the OTLP endpoint {endpoint!r} is no http(s) URL; write e.g. http://localhost:4317")
+    endpoint = url(endpoint)
     if protocol == "grpc":
         return Target(endpoint, "grpc")
     if full is None and not endpoint.rstrip("/").endswith("/v1/traces"):
         endpoint = f"{endpoint.rstrip('/')}/v1/traces"
     return Target(endpoint, "http/protobuf")
+
+
+def url(endpoint: str) -> str:
+    """``endpoint`` with its scheme. Raises ValueError for what is no http(s) URL with a host."""
+    full = endpoint if "://" in endpoint else f"http://{endpoint}"
+    try:
+        parts = urlsplit(full)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port
+        usable = False
+    if not usable or any(character.isspace() for character in full):
+        raise ValueError(f"the OTLP endpoint {endpoint!r} is no http(s) URL; write e.g. http://localhost:4317")
+    return full
 
 
 def worker_environment(where: Target | None) -> dict[str, str]:

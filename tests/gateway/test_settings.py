@@ -113,3 +113,9 @@ def test_mistakes_between_keys_carry_their_paths() -> None:
 def test_two_free_ports_are_no_conflict() -> None:
     settings = Settings.model_validate(MINIMAL | {"listen": {"port": 0}, "admin": {"port": 0}})
     assert settings.listen.port == settings.admin.port == 0
+
+
+@pytest.mark.parametrize("endpoint", ["not a url", "ftp://c", "http://", "http://c:99999"])
+def test_an_endpoint_is_a_url(endpoint: str) -> None:
+    with pytest.raises(ValidationError, match=r"telemetry\.otlp_endpoint\n.*is no http\(s\) URL"):
+        Settings.model_validate(MINIMAL | {"telemetry": {"otlp_endpoint": endpoint}})

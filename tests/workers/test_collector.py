@@ -48,9 +48,14 @@ def test_where_to_export(
         ({}, "http://c", "http/json", "telemetry.otlp_protocol: 'http/json'"),
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http://c", None, "OTEL_EXPORTER_OTLP_PROTOCOL: 'http/json'"),
         ({}, "ftp://c", None, "'ftp://c' is no http"),
+        ({}, "not a url", None, "'not a url' is no http"),
+        ({}, "http://", None, "'http://' is no http"),
+        ({}, "http://c:99999", None, "'http://c:99999' is no http"),
+        ({}, "http://[::1", None, "is no http"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "c d"}, None, None, "'c d' is no http"),
     ],
 )
-def test_a_wrong_target_is_named(env: dict[str, str], endpoint: str, protocol: str | None, message: str) -> None:
+def test_a_wrong_target_is_named(env: dict[str, str], endpoint: str | None, protocol: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         where.target(env, endpoint, protocol)
 
