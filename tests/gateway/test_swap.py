@@ -204,7 +204,7 @@ def _trial(site: Site) -> Trial:
 
 
 async def test_what_ends_a_shadow_run(start: Start) -> None:
-    """The operator, another swap, another candidate, the failure of the live policy; a swap of another kind does not."""
+    """The operator, another swap, another candidate, the failure of the live policy; but no swap of another kind."""
     maker = Maker()
     async with start({"policies": {**OPEN, **FAULTY}}, policies=[maker.spec]) as site:
         post = site.admin.post
