@@ -6,6 +6,9 @@ Rules
   can do. It is kept through quiet hours, so that a burst after an idle night is not judged by the night.
 - What a job used is set against what it might have used: most answers end before ``max_tokens``.
 - Memory is bounded: at most ``MAX_TENANTS`` tenants (the longest unserved are forgotten) with ``MAX_MARKS`` marks each.
+- Time is bounded: who was served most since a moment is looked for among the ``MAX_LOOKED_AT`` tenants served last and
+  the ``HEAVY`` that were served most lately. With more tenants than that the answer may miss one that was served much,
+  but neither last nor much of late; each figure that it names is exact.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, islice
+from operator import itemgetter
 
 from policies.types import TenantId
 
@@ -31,6 +36,8 @@ MIN_USED_JOBS = 8
 """Jobs that have to end before there is such a part."""
 MAX_TENANTS = 4096
 MAX_MARKS = 256
+MAX_LOOKED_AT = 48
+HEAVY = 16
 
 
 @dataclass(slots=True)
@@ -56,6 +63,8 @@ class ServiceBook:
 
     def __init__(self) -> None:
         self._accounts: OrderedDict[TenantId, _Account] = OrderedDict()  # longest unserved first
+        self._heavy: list[TenantId] = []
+        self._until_heavy = 0
         self._epoch = 0
         self._dirty = False
         self._tokens = 0.0
@@ -107,6 +116,9 @@ class ServiceBook:
             account.recent_at = now
         account.recent += tokens
         self._dirty = True
+        self._until_heavy -= 1
+        if self._until_heavy < 0:
+            self._find_heavy(now)
         if backlogged:
             self._tokens += tokens
 
@@ -118,13 +130,20 @@ class ServiceBook:
         self._used = keep * self._used + used
 
     def since(self, epoch: int, most: int) -> tuple[tuple[TenantId, int], ...]:
-        """The ``most`` tenants served most tokens since ``epoch``, largest first. O(tenants served since then)."""
-        served: list[tuple[int, TenantId]] = []
-        for tenant, account in reversed(self._accounts.items()):
-            if not account.epochs or account.epochs[-1] < epoch:
-                break  # ordered by last epoch: nobody further on was served since
-            served.append((account.marks[bisect_left(account.epochs, epoch)] - account.total, tenant))
-        return tuple((tenant, -tokens) for tokens, tenant in heapq.nsmallest(most, served))
+        """The ``most`` tenants served most tokens since ``epoch``, largest first; see the module's rules. O(1)."""
+        accounts = self._accounts
+        served: dict[TenantId, int] = {}
+        for tenant in chain(islice(reversed(accounts), MAX_LOOKED_AT), self._heavy):
+            account = accounts.get(tenant)
+            if account is not None and account.epochs[-1] >= epoch:
+                served[tenant] = account.total - account.marks[bisect_left(account.epochs, epoch)]
+        return tuple(heapq.nlargest(most, served.items(), key=itemgetter(1)))
+
+    def _find_heavy(self, now: float) -> None:
+        """Once per as many servings as there are tenants: O(1) amortised."""
+        accounts = self._accounts
+        self._heavy = heapq.nlargest(HEAVY, accounts, key=lambda tenant: accounts[tenant].decayed(now))
+        self._until_heavy = max(4 * HEAVY, len(accounts))
 
     def totals(self) -> Mapping[TenantId, int]:
         """Tokens served per tenant since the book was opened (or since the tenant was last forgotten)."""

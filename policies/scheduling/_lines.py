@@ -170,20 +170,20 @@ class Ranking(Generic[K]):
         """Like ``first``, when the top was asked and refused already."""
         refused = [heapq.heappop(self._heap)]
         try:
-            while self._rank and len(refused) < len(self._rank):
+            while len(refused) < min(len(self._rank), _FEW):
                 self._settle()
                 entry = self._heap[0]
                 if accept(entry[2]):
                     return entry[2]
                 refused.append(heapq.heappop(self._heap))
-            return None
         finally:
-            if len(refused) > _FEW:  # heapify is O(n) and fast; pushing each back is O(k log n)
-                self._heap += refused
-                heapq.heapify(self._heap)
-            else:
-                for entry in refused:
-                    heapq.heappush(self._heap, entry)
+            for entry in refused:
+                heapq.heappush(self._heap, entry)
+        if len(refused) == len(self._rank):
+            return None
+        # Perhaps nothing is accepted: then sorting all at once is cheaper than taking one after the other.
+        rest = sorted((rank, self._entry[key][1], key) for key, rank in self._rank.items())
+        return next((entry[2] for entry in rest[len(refused) :] if accept(entry[2])), None)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -34,6 +34,8 @@ class QueueMachine(RuleBasedStateMachine):
     """A model beside the queue: sets of ids, and each tenant's line."""
 
     names = NAMES
+    name = ""
+    """The live policy, for what only one of them does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -86,3 +86,46 @@ def test_what_jobs_used_of_what_they_might_have_used() -> None:
     assert book.used_ratio == pytest.approx(1.0)
     book.ended(10, 4000)  # a job that was run twice
     assert book.used_ratio == 1.0
+
+
+def test_with_many_tenants_it_looks_at_few_and_still_names_the_heavy_ones() -> None:
+    """A dispatch must not cost a look at a thousand tenants; figures stay exact."""
+    book = ServiceBook()
+    truth: dict[str, int] = {}
+
+    def serve(tenant: str, tokens: int, now: float) -> None:
+        book.serve(TenantId(tenant), 1.0, tokens, now, True)
+        truth[tenant] = truth.get(tenant, 0) + tokens
+
+    for i in range(1000):
+        serve(f"t{i}", 5, 0.0)
+    epoch = book.mark()
+    before = dict(truth)
+    for i in range(3000):
+        now = i / 100
+        serve(f"t{i % 1000}", 5, now)
+        if i < 2500 and i % 10 == 0:
+            serve(f"heavy{i % 30}", 300, now)  # three of them, and not among the last
+        book.mark()
+    top = book.since(epoch, 5)
+    assert {tenant for tenant, _ in top[:3]} == {"heavy0", "heavy10", "heavy20"}
+    assert all(tokens == truth[tenant] - before.get(tenant, 0) for tenant, tokens in top)
+    assert len(top) == 5
+
+
+def test_cost_of_a_look_does_not_grow_with_the_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+    real = service.bisect_left
+
+    def counting(*args: object) -> int:
+        nonlocal looked
+        looked += 1
+        return real(*args)  # type: ignore[call-overload,no-any-return]
+
+    book = ServiceBook()
+    epoch = book.mark()
+    for i in range(2000):
+        book.serve(TenantId(f"t{i}"), 1.0, 5, 0.0, True)
+    monkeypatch.setattr(service, "bisect_left", counting)
+    assert len(book.since(epoch, 5)) == 5
+    assert looked <= service.MAX_LOOKED_AT + service.HEAVY
