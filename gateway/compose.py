@@ -34,6 +34,7 @@ from gateway.pipeline import Pipeline
 from gateway.pool import Pool
 from gateway.recent import RecentRequests
 from gateway.report import Reporter
+from gateway.request_log import RequestLog
 from gateway.runtime import Runtime
 from gateway.service import Gateway, Parts
 from gateway.settings import Model, Settings
@@ -127,7 +128,7 @@ def build(
         ),
         dispatchers=dispatchers,
         gatekeeper=gatekeeper,
-        reporter=Reporter(telemetry, metrics, monitor, recent),
+        reporter=Reporter(telemetry, metrics, monitor, recent, request_log=_request_log(settings, base_dir)),
         monitor=monitor,
         timeouts=settings.timeouts,
         max_body_bytes=settings.listen.max_body_bytes,
@@ -188,6 +189,16 @@ def _launcher(config: PoolConfig, registry: Registry, env: Mapping[str, str]) ->
         count=launch.count, addresses=launch.addresses, secret_env=launch.secret_env, env=env, log=_relay
     )
     return cast(Launcher, make(context))
+
+
+def _request_log(settings: Settings, base_dir: Path) -> RequestLog | None:
+    name = settings.telemetry.request_log
+    if name is None:
+        return None
+    try:
+        return RequestLog(base_dir / name)
+    except OSError as error:
+        raise BuildError(f"telemetry.request_log: {base_dir / name} cannot be written: {error.strerror}") from error
 
 
 def _relay(worker: str, line: str) -> None:

@@ -22,6 +22,7 @@ from gateway.http.schemas import ChatRequest
 from gateway.metrics import Metrics
 from gateway.monitor import Monitor
 from gateway.recent import RecentRequests
+from gateway.request_log import RequestLog
 from gateway.telemetry import Telemetry
 from gateway.tenants import EffectiveTenant
 from gateway.trace import RequestTrace
@@ -41,11 +42,14 @@ class Reporter:
         monitor: Monitor,
         recent: RecentRequests,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        request_log: RequestLog | None = None,
     ) -> None:
         self._telemetry = telemetry
         self._metrics = metrics
         self._monitor = monitor
         self._recent = recent
+        self._request_log = request_log
         self._clock = clock
 
     def begin(self, route: str, scope: Scope, generation: int) -> RequestTrace:
@@ -112,6 +116,12 @@ class Reporter:
         self._metrics.request_finished(summary)
         self._recent.add(summary)
         log.log_request(_log, summary)
+        if self._request_log is not None:
+            self._request_log.write(
+                summary,
+                prepared.job if prepared is not None else None,
+                visit.model.block_size if visit.model is not None else None,
+            )
 
     def _summary(self, visit: Visit, now: float, keep: bool) -> log.RequestSummary:
         ticket, tenant = visit.ticket, visit.tenant

@@ -195,6 +195,8 @@ class Telemetry(Section):
     slow_s: float = Field(10.0, gt=0)
     """A request that takes as long is kept whatever the ratio; so is one whose first token misses its class's SLO."""
     capture_content: bool = False
+    request_log: str | None = None
+    """A file that gets one line per request (lengths and times, no content), for ``forebay requests export``."""
     jaeger_ui: str | None = Field(None, pattern=r"^https?://")
     """Where traces can be seen, for links: a base URL (``/trace/<id>`` is added), or one with ``{trace_id}`` in it."""
 
