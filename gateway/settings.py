@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from policies.strict import StrictScalars
 from policies.types import Limits
 from workers import collector
 from workers.config import EngineConfig
@@ -24,7 +25,7 @@ class SettingsError(ValueError):
         self.mistakes = mistakes
 
 
-class Section(BaseModel):
+class Section(StrictScalars):
     """Base of every section: unknown keys are errors, instances are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import pluggy
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
+from policies.strict import StrictScalars
 from policies.types import (
     AdmissionDecision,
     AuthRequest,
@@ -68,7 +69,7 @@ class PolicyConfigError(ValueError):
         self.mistakes: tuple[tuple[str, str], ...] = tuple(mistakes) or ((path, message),)
 
 
-class PolicyConfig(BaseModel):
+class PolicyConfig(StrictScalars):
     """Base of every policy's config model: unknown keys are errors, values are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from policies.strict import StrictScalars
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -27,7 +29,7 @@ MEAN_REQUEST_TOKENS = 512
 """Prompt + output of a typical chat request, where nothing is known yet."""
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(StrictScalars):
     """How one worker computes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
