@@ -4,6 +4,7 @@ Rules
 - The epoch is bumped first: from that moment no request can reach an old block, whatever becomes of the sweep.
 - Every connected worker is asked, also one that drains, all at once, each in its own time. One that does not answer is
   named, and so is one that may run while nobody is connected to it: its blocks stay unreachable until it is gone.
+- The sweep names scopes. Where more were used than are remembered (``scopes.py``), the receipt is not complete.
 - A request that began under an older epoch and runs on after the sweep is swept up behind (``sweep_behind``).
 - A receipt is signed with the server's secret, so that it can be shown to be this gateway's.
 """
@@ -44,12 +45,28 @@ class Receipt:
     """Blocks that running requests still use, by worker; zeroed when these end."""
     failed: dict[str, str] = field(default_factory=dict)
     """Workers that did not answer, and why."""
+    forgotten: bool = False
+    """More scopes were used than are remembered: blocks of the others were not swept."""
     secret: bytes = field(default=b"", repr=False)
 
     @property
     def complete(self) -> bool:
         """Whether nothing is left to zero."""
-        return not self.failed and not any(self.pending.values())
+        return not self.reasons
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why it is not complete, in words."""
+        checks = (
+            (bool(self.failed), "a worker did not answer"),
+            (any(self.pending.values()), "running requests still use some blocks; they are zeroed when these end"),
+            (
+                self.forgotten,
+                "more cache scopes were used than are remembered; what is cached under the others is unreachable, but "
+                "not zeroed before it is reused. Restart the workers to be sure",
+            ),
+        )
+        return [reason for applies, reason in checks if applies]
 
     def body(self) -> dict[str, Any]:
         """As JSON values. ``signature``: HMAC-SHA256 of the rest as JSON with sorted keys and no spaces."""
@@ -60,6 +77,7 @@ class Receipt:
             "at": round(self.at, 3),
             "scopes": self.scopes,
             "complete": self.complete,
+            "incomplete_because": self.reasons,
             "zeroed_blocks": sum(self.zeroed.values()),
             "pending_blocks": sum(self.pending.values()),
             "workers": {
@@ -73,8 +91,8 @@ class Receipt:
 
 async def purge(tenant: TenantId, tenants: Tenants, pools: Sequence[Pool], secret: bytes) -> Receipt:
     """Bump the tenant's epoch and sweep its blocks."""
-    epoch, scopes = tenants.bump(tenant)
-    receipt = Receipt(secrets.token_hex(8), tenant, epoch, time.time(), len(scopes), secret=secret)
+    epoch, scopes, known = tenants.bump(tenant)
+    receipt = Receipt(secrets.token_hex(8), tenant, epoch, time.time(), len(scopes), forgotten=not known, secret=secret)
 
     async def sweep(handle: WorkerHandle) -> None:
         try:

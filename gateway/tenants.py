@@ -4,8 +4,7 @@ Rules
 - A tenant that the YAML lists gets what the YAML says; another one gets ``tenant_defaults``, or 403 without them.
 - Snapshots are frozen: a request keeps the tenant it began with, also across a reload.
 - An epoch only rises. It is part of every cache scope, so bumping it makes a tenant's cache unreachable at once.
-- Which scopes a tenant's requests used is remembered (at most ``MAX_SCOPES``, the oldest go first), so that a purge can
-  name them to the workers.
+- Which scopes a tenant's requests used is remembered (``scopes.py``), so that a purge can name them to the workers.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from gateway.errors import forbidden
+from gateway.scopes import ScopesInUse
 from gateway.settings import Privacy, ServiceClass, Settings, Tenant, TenantDefaults
 from policies.types import Limits, TenantId
-
-MAX_SCOPES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class Tenants:
 
     def __init__(self, settings: Settings) -> None:
         self._epochs: dict[TenantId, int] = {}
-        self._scopes: dict[TenantId, dict[bytes, None]] = {}
+        self._scopes = ScopesInUse()
         self.reload(settings)
 
     def reload(self, settings: Settings) -> None:
@@ -86,16 +84,15 @@ class Tenants:
 
     def used(self, tenant: TenantId, scope: bytes) -> None:
         """A request of ``tenant`` runs in this cache scope."""
-        scopes = self._scopes.setdefault(tenant, {})
-        scopes.pop(scope, None)
-        scopes[scope] = None
-        if len(scopes) > MAX_SCOPES:
-            del scopes[next(iter(scopes))]
+        self._scopes.note(tenant, scope)
 
-    def bump(self, tenant: TenantId) -> tuple[int, list[bytes]]:
-        """Start a new cache epoch for ``tenant``; returns it with every scope its requests used until now."""
+    def bump(self, tenant: TenantId) -> tuple[int, list[bytes], bool]:
+        """Start a new cache epoch for ``tenant``.
+
+        Returns it, the scopes that its requests used until now, and whether these are all: some may be forgotten.
+        """
         self._epochs[tenant] = self.epoch(tenant) + 1
-        return self._epochs[tenant], list(self._scopes.get(tenant, {}))
+        return self._epochs[tenant], self._scopes.of(tenant), self._scopes.complete(tenant)
 
     def _effective(self, tenant: str, config: Tenant | TenantDefaults) -> EffectiveTenant:
         return EffectiveTenant(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gateway.pool import Pool, PoolListener, WorkerState
 from gateway.purge import purge
+from gateway.scopes import PER_TENANT
 from gateway.settings import Launch, Settings
 from gateway.settings import Pool as PoolConfig
 from gateway.tenants import Tenants
@@ -48,3 +49,17 @@ async def test_a_worker_of_somebody_else_that_is_not_connected_is_named(tmp_path
         await pool.stop()
     assert receipt.failed == {"m/p-0": "not connected"}
     assert not receipt.complete
+
+
+async def test_a_receipt_is_not_complete_when_scopes_were_forgotten() -> None:
+    """security 15, scope ``user``: with more users than are remembered the sweep cannot name them all."""
+    tenants = Tenants(Settings.model_validate(BASE))
+    for number in range(PER_TENANT):
+        tenants.used(ALPHA, number.to_bytes(4, "big"))
+    assert (await purge(ALPHA, tenants, [], b"secret")).body()["complete"]
+    tenants.used(ALPHA, b"one more")
+    receipt = await purge(ALPHA, tenants, [], b"secret")
+    body = receipt.body()
+    assert body["scopes"] == PER_TENANT
+    assert body["complete"] is False
+    assert [reason for reason in body["incomplete_because"] if "more cache scopes" in reason]

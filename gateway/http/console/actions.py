@@ -78,7 +78,7 @@ class Actions:
             ok=receipt.complete,
             text="Every block is zeroed."
             if receipt.complete
-            else "No request can reach the old blocks; those in use are zeroed when their requests end.",
+            else f"No request can reach the old blocks. Not all are zeroed: {'; '.join(receipt.reasons)}.",
             facts=(
                 ("Zeroed", f"{body['zeroed_blocks']} blocks"),
                 ("Still in use", f"{body['pending_blocks']} blocks"),
