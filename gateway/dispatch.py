@@ -288,7 +288,7 @@ class Dispatcher:
 
     def _arm(self, now: float) -> None:
         self._disarm()
-        if len(self.queue):
+        if len(self.queue) or self.queue.owes:
             expiry = self.queue.next_expiry()
             delay = TICK_S if expiry is None else min(TICK_S, max(0.0, expiry - now) + 0.001)
             self._timer = asyncio.get_running_loop().call_later(delay, self.wake)

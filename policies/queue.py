@@ -7,6 +7,7 @@ Rules
   and a failing one can lose nothing.
 - A job leaves exactly once: ``finish`` after it ran, ``discard`` or ``expire`` before.
 - A policy's exception comes through to the caller; its job stays queued or running here, and ``swap`` hands it on.
+  What left in an ``expire`` that raised is returned by the next one.
 - Work is charged to the policy that is live when it is reported, whoever popped the job.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -83,6 +85,7 @@ class JobQueue:
         self._front = 0
         self._expiry: list[tuple[float, int, JobId]] = []
         self._held: JobId | None = None
+        self._owed: list[Job] = []
         self._book = ServiceBook()
 
     # -- a job's way through ------------------------------------------------------------------------------------
@@ -194,25 +197,46 @@ class JobQueue:
         return True
 
     def expire(self, now: float) -> list[Job]:
-        """Remove and return the jobs whose ``max_wait_s`` is over or that the policy gives up. O(log n) each."""
-        over: list[Job] = []
+        """Remove and return the jobs whose ``max_wait_s`` is over or that the policy gives up. O(log n) each.
+
+        Where the policy fails on the way, its exception comes through, and the next call returns what left by then
+        (and nothing else, so that the policy has no say in it).
+        """
+        if not self._owed:
+            self._expire(now)
+        over, self._owed = self._owed, []
+        return over
+
+    def _expire(self, now: float) -> None:
         while self._expiry and self._expiry[0][0] <= now:
             _, order, job_id = heapq.heappop(self._expiry)
             entry = self._queued.get(job_id)
-            if entry is not None and entry.order == order and self.discard(job_id):
-                over.append(entry.job)
+            if entry is not None and entry.order == order:
+                self._give_up(entry.job)
         if (expired := getattr(self._policy, "expired", None)) is not None:
-            over += [job for job in expired(now) if self.discard(job.id)]
-        return over
+            for job in expired(now):
+                if job.id in self._queued:
+                    self._give_up(job)
+
+    def _give_up(self, job: Job) -> None:
+        self._owed.append(job)  # before the policy is asked: it leaves here whatever the policy does
+        self.discard(job.id)
 
     def next_expiry(self) -> float | None:
         """When ``expire`` will next find something (may be early, never late); None when nothing can expire."""
+        if self._owed:
+            return -math.inf
         while self._expiry and not self._is_live(self._expiry[0]):
             heapq.heappop(self._expiry)
         times = [self._expiry[0][0]] if self._expiry else []
         if (ask := getattr(self._policy, "next_expired", None)) is not None and (at := ask()) is not None:
             times.append(at)
         return min(times, default=None)
+
+    @property
+    def owes(self) -> bool:
+        """Whether jobs left in an ``expire`` that raised, and wait to be returned by the next one."""
+        return bool(self._owed)
 
     # -- the policy ---------------------------------------------------------------------------------------------
 

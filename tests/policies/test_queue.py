@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from policies.scheduling.fcfs import FcfsScheduler
 from policies.scheduling.vtc import VtcScheduler
 from policies.testing import always, make_job
 from policies.types import Charge, Job, JobId, RequeueReason, TenantId
+from tests.policies.faulty import Faulty
 
 
 def vtc() -> VtcScheduler:
@@ -192,6 +194,26 @@ def test_the_wait_counts_anew_after_a_return() -> None:
     queue.requeue(JobId("x"), 20.0, RequeueReason.WORKER_LOST)
     assert queue.expire(24.0) == []
     assert [job.id for job in queue.expire(25.0)] == ["x"]
+
+
+@pytest.mark.parametrize("way", ["discard raises", "discard works and raises", "denies a job", "expired raises"])
+def test_what_expires_while_the_policy_fails_is_returned_all_the_same(way: str) -> None:
+    """A job that left the queue has a caller who must be told, whatever became of the policy."""
+    policy = Faulty()
+    queue = JobQueue(policy)
+    for number in range(3):
+        queue.offer(make_job(f"j{number}", max_wait_s=5.0), 0.0)
+    queue.offer(make_job("patient"), 0.0)
+    policy.way = way
+    told: list[str] = []
+    for _ in range(8):
+        try:
+            told += [job.id for job in queue.expire(6.0)]
+        except RuntimeError:
+            assert not queue.owes or queue.next_expiry() == -math.inf, "the caller comes back for them at once"
+    assert told == ["j0", "j1", "j2"]
+    assert not queue.owes
+    assert [job.id for job in queue.queued_jobs()] == ["patient"]
 
 
 def test_a_large_job_is_not_overtaken_for_ever() -> None:
