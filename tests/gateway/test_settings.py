@@ -119,3 +119,37 @@ def test_two_free_ports_are_no_conflict() -> None:
 def test_an_endpoint_is_a_url(endpoint: str) -> None:
     with pytest.raises(ValidationError, match=r"telemetry\.otlp_endpoint\n.*is no http\(s\) URL"):
         Settings.model_validate(MINIMAL | {"telemetry": {"otlp_endpoint": endpoint}})
+
+
+def test_classes_that_are_named_exist() -> None:
+    """Caps and pools that name an unknown class would silently do nothing."""
+    pools = [{"name": "fast", "classes": ["interactive"]}, {"name": "bulk", "classes": ["interactive", "bulk"]}]
+    with pytest.raises(ValidationError) as caught:
+        Settings.model_validate(
+            MINIMAL
+            | {
+                "queue": {"max_running_per_class": {"batch": 4, "interactive": 8}},
+                "models": [{"name": "m", "source": "x", "pools": pools}],
+            }
+        )
+    cause = caught.value.errors()[0]["ctx"]["error"]
+    assert isinstance(cause, SettingsError)
+    assert [path for path, _ in cause.mistakes] == [
+        ("queue", "max_running_per_class", "batch"),
+        ("models", 0, "pools", 1, "classes", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("queue", "path"),
+    [
+        ({"max_running_per_tenant": 0}, ("queue", "max_running_per_tenant")),
+        ({"max_running_tokens_per_tenant": -1}, ("queue", "max_running_tokens_per_tenant")),
+        ({"max_running_per_class": {"interactive": 0}}, ("queue", "max_running_per_class")),
+        ({"max_overtaken": 0}, ("queue", "max_overtaken")),
+    ],
+)
+def test_caps_are_at_least_one(queue: dict[str, Any], path: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Settings.model_validate(MINIMAL | {"queue": queue})
+    assert [error["loc"] for error in caught.value.errors()] == [path]
