@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.settings import Section, Settings
+from pydantic import BaseModel
+
+from gateway.settings import Settings
 
 RESTART = ("listen", "admin", "plugins", "models", "telemetry", "timeouts.step_stall_s")
 
@@ -51,7 +53,7 @@ def compare(live: Settings, wanted: Settings) -> Reloaded:
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
     """Paths at which two values of one shape differ, in the order of the file."""
-    if isinstance(old, Section) and isinstance(new, Section):
+    if isinstance(old, BaseModel) and isinstance(new, BaseModel):
         for name, field in type(new).model_fields.items():
             key = field.alias or name
             yield from differences(getattr(old, name), getattr(new, name), f"{path}.{key}" if path else key)
@@ -65,10 +67,10 @@ def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
-def _entries(value: Any) -> Mapping[str, Section] | None:
+def _entries(value: Any) -> Mapping[str, BaseModel] | None:
     """Sections by name, where ``value`` is a list or map of them."""
-    if isinstance(value, Mapping) and all(isinstance(entry, Section) for entry in value.values()):
+    if isinstance(value, Mapping) and all(isinstance(entry, BaseModel) for entry in value.values()):
         return value
-    if isinstance(value, tuple) and all(isinstance(entry, Section) for entry in value):
+    if isinstance(value, tuple) and all(isinstance(entry, BaseModel) for entry in value):
         return {str(getattr(entry, "id", getattr(entry, "name", index))): entry for index, entry in enumerate(value)}
     return None
