@@ -37,8 +37,12 @@ class Meter:
             self._cached += cached
             prompt = max(0, min(prompt_computed, self._prompt_tokens - self._cached) - self._prompt)
             self._prompt += prompt
+        return Charge(prompt, cached, self.produced(index, output))
+
+    def produced(self, index: int, output: int) -> int:
+        """Take a cumulative figure of choice ``index``, whose prompt is settled; how many output tokens are new."""
         new = output - self._output[index]
-        if new > 0:
-            self._output[index] = output
-            return Charge(prompt, cached, new)
-        return Charge(prompt, cached)
+        if new <= 0:
+            return 0
+        self._output[index] = output
+        return new

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gateway.cli import bench, config, doctor, model, plugins, serve, simulate, token, top, worker
+from gateway.cli import bench, config, doctor, model, plugins, requests, serve, simulate, token, top, worker
 
 app = typer.Typer(
     name="forebay",
@@ -25,3 +25,4 @@ model.register(app)
 bench.register(app)
 top.register(app)
 simulate.register(app)
+requests.register(app)

@@ -25,7 +25,7 @@ from gateway.simulate.workload import Request, Workload
 from gateway.worker_handle import WorkerHandle
 from policies.queue import Dispatch, JobQueue
 from policies.spi import AdmissionPolicy, Kind, QuotaPolicy, RoutingPolicy, SchedulingPolicy
-from policies.types import Job, JobId
+from policies.types import Charge, Job, JobId
 from workers.protocol import SequenceOutput, StepOutputs
 
 T = TypeVar("T")
@@ -130,11 +130,23 @@ class Front:
         """A worker's news. Call ``turn`` afterwards."""
         handle.received(outputs)
         self._open = True
-        flights, take = self._flights, self._take
+        flights, take, charge, served = self._flights, self._take, self.queue.charge, self.ledger.served
+        decodes: dict[int, Charge] = {}
         for output in outputs.outputs:
             flight = flights.get(output.id)
-            if flight is not None:
+            if flight is None:
+                continue
+            if output.finish is not None or not flight.load.started:
                 take(flight, output, now)
+                continue
+            # Most of all outputs are a few more tokens of an answer under way, and as many for each of a step.
+            new = flight.meter.produced(0, output.output_tokens)
+            if new:
+                known = decodes.get(new)
+                if known is None:
+                    known = decodes[new] = Charge(output=new)
+                served(flight.request.tenant, known)
+                charge(flight.job.id, known, now)
 
     def rest(self, handle: WorkerHandle) -> int:
         """Steps of this worker after which a queued job might go there though nothing else changes; 0: none will."""
@@ -215,7 +227,7 @@ class Front:
             account.ttfts.append(now - flight.request.at)
             account.first_tokens.append(now)
 
-    def _finish(self, flight: Flight, output: SequenceOutput, now: float, charge: Any) -> None:
+    def _finish(self, flight: Flight, output: SequenceOutput, now: float, charge: Charge) -> None:
         job = flight.job
         usage = self.queue.finish(job.id, charge, now)
         at_once(self._quota.settle(job.id, usage, now))

@@ -27,11 +27,6 @@ class Fixed(Part):
         value = self.value
         return lambda: value
 
-    @property
-    def longest(self) -> int:
-        """The largest length it can give."""
-        return self.value
-
 
 class Uniform(Part):
     """Every whole number from ``low`` to ``high`` equally often."""
@@ -51,11 +46,6 @@ class Uniform(Part):
         low, span, draw = self.low, self.high - self.low + 1, rng.random
         return lambda: low + int(draw() * span)
 
-    @property
-    def longest(self) -> int:
-        """The largest length it can give."""
-        return self.high
-
 
 class Lognormal(Part):
     """Mean ``mean``, ``sigma`` of the logarithm; rounded, at least 1, cut at ``max``."""
@@ -71,10 +61,17 @@ class Lognormal(Part):
         draw = rng.lognormvariate
         return lambda: min(most, max(1, round(draw(mu, sigma))))
 
-    @property
-    def longest(self) -> int:
-        """The largest length it can give."""
-        return self.max
+
+class Empirical(Part):
+    """Every one of ``values`` equally often: what ``forebay requests export --synthesise`` recorded."""
+
+    kind: Literal["empirical"]
+    values: tuple[Tokens, ...] = Field(min_length=1, max_length=10_000)
+
+    def sampler(self, rng: Random) -> Draw:
+        """Independent draws."""
+        values, count, draw = self.values, len(self.values), rng.random
+        return lambda: values[int(draw() * count)]
 
 
-Lengths = Annotated[Fixed | Uniform | Lognormal, Field(discriminator="kind")]
+Lengths = Annotated[Fixed | Uniform | Lognormal | Empirical, Field(discriminator="kind")]

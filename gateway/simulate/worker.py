@@ -83,6 +83,8 @@ class SimulatedWorker:
         self._begun = 0
         self._ahead = 0
         """Steps of the stretch under way that have not been advanced yet."""
+        self._closes = False
+        """Whether the last of them ends a sequence."""
         self._first = self._growth = 0
         """Picoseconds of the stretch's next step, and by how much each is longer than the one before."""
 
@@ -90,10 +92,8 @@ class SimulatedWorker:
         """The gateway's message; read before the next step."""
         if isinstance(message, Generate):
             self._mail.append(message)
-            if self._ahead:
-                # The stretch ends with the step under way: the next one may be another.
-                self._ahead = 1
-                self.due = self._begun + self._first
+            # The stretch ends with the step under way: the next one may be another.
+            self.pause(1)
 
     @property
     def stretching(self) -> bool:
@@ -103,6 +103,7 @@ class SimulatedWorker:
     def pause(self, steps: int) -> None:
         """Let a stretch end when ``steps`` more steps than were reported are over: then somebody will look."""
         if 0 < steps < self._ahead:
+            self._closes = False
             self._ahead = steps
             self.due = self._begun + steps * self._first + self._growth * (steps * (steps - 1) // 2)
 
@@ -126,12 +127,10 @@ class SimulatedWorker:
         now = self.due
         assert now is not None
         planner = self.planner
+        if self._closes:
+            self._close(now)
         if self._ahead:
-            at, length = self._begun, self._first
-            for _ in range(self._ahead):
-                at += length
-                length += self._growth
-            news, _ = self._advance(self._ahead, at)
+            news, _ = self._advance(self._ahead, now)
         else:
             news = StepOutputs(planner.step, self._commit(now), planner.stats())
         self.due = None
@@ -158,12 +157,14 @@ class SimulatedWorker:
                     self._refused.append(last_output(sequence, [], []))
         self._begun = now
         if self._coalesce and not mail:
-            steps = self._stretch.length()
+            steps, self._closes = self._stretch.length()
+            steps += self._closes
             if steps > 1:
                 self._ahead = steps
                 self._first, self._growth = self._time.stretch(planner.roster.running)
                 self.due = now + steps * self._first + self._growth * (steps * (steps - 1) // 2)
                 return
+        self._closes = False
         plan = planner.plan(now // _PS_PER_NS)
         if plan is None:
             # A refused prompt is news even where nothing runs: its report is a step of no length.
@@ -171,6 +172,15 @@ class SimulatedWorker:
             return
         self._plan = plan
         self.due = now + self._time.plan(plan)
+
+    def _close(self, now: int) -> None:
+        """All of the stretch but its last step, which is planned: its outputs tell of the others too."""
+        if self._ahead > 1:
+            self._stretch.advance(self._ahead - 1, self._draw, silent=True)
+            self.steps += self._ahead - 1
+        self._ahead = 0
+        self._closes = False
+        self._plan = self.planner.plan(now // _PS_PER_NS)
 
     def _commit(self, now: int) -> list[SequenceOutput]:
         plan, self._plan = self._plan, None

@@ -40,30 +40,38 @@ class Stretch:
         self._planner = planner
         self._left = left
 
-    def length(self) -> int:
-        """Steps of a stretch that may begin now; 0 when the next step must be planned. O(running)."""
+    def length(self) -> tuple[int, bool]:
+        """Steps of a stretch that may begin now, 0 when the next step must be planned; and whether one more is known.
+
+        That one ends a sequence and is otherwise the same: it gives every running sequence one token. O(running).
+        """
         planner = self._planner
         roster = planner.roster
         running = roster.running
         if not running or not planner.steady:
-            return 0
-        steps = min(self._undisturbed(), min(map(self._left, running)) - 1)
+            return 0, False
+        last = min(map(self._left, running))
+        steps = min(self._undisturbed(), last)
         if steps < 1:
-            return 0
+            return 0, False
         ref, size = planner.pool.ref, planner.limits.block_size
         for sequence in running:
             computed = sequence.computed
             if len(sequence.tokens) - computed != 1 or sequence.high_water < sequence.prompt_len or sequence.record:
-                return 0
+                return 0, False
             if sequence.siblings or computed < sequence.prompt_len:
-                return 0
+                return 0, False
             index = computed // size
             if index < len(sequence.blocks) and ref[sequence.blocks[index]] > 1:
-                return 0
-        return self._affordable(steps)
+                return 0, False
+        steps = self._affordable(steps)
+        return (steps - 1, True) if steps == last else (steps, False)
 
-    def advance(self, steps: int, draw: Draw) -> list[SequenceOutput]:
-        """Do ``steps`` of them, at most ``length()``; what is new about each sequence, in order of arrival."""
+    def advance(self, steps: int, draw: Draw, *, silent: bool = False) -> list[SequenceOutput]:
+        """Do ``steps`` of them, at most ``length()``; what is new about each sequence, in order of arrival.
+
+        ``silent``: make no outputs, since those of the step that follows at once say it all.
+        """
         planner = self._planner
         roster = planner.roster
         running = roster.running
@@ -88,7 +96,8 @@ class Stretch:
             full = sequence.computed // size
             if sequence.chain is not None and full > sequence.published:
                 planner.publish(sequence, full)
-            outputs.append(output(sequence, tokens, []))
+            if not silent:
+                outputs.append(output(sequence, tokens, []))
         planner.step += steps
         return outputs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from random import Random
 from statistics import fmean, pstdev
 from typing import Any
@@ -29,7 +30,7 @@ def lengths(count: int = 20_000, seed: int = 1, **spec: Any) -> list[int]:
 
 
 def gaps(moments: list[float]) -> list[float]:
-    return [after - before for before, after in zip(moments, moments[1:], strict=False)]
+    return [after - before for before, after in pairwise(moments)]
 
 
 SPECS: list[dict[str, Any]] = [

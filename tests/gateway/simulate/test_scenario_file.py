@@ -19,7 +19,8 @@ policy: {use: vtc, with: {input_cost: 1, output_cost: 2}}
 workers: {count: 1, kv_tokens: 10000, block_size: 16, max_running: 64, max_step_tokens: 512, prefix_cache: false,
           step_ms: {base: 20, per_decode: 0.15, per_prefill_token: 0.25}}
 tenants:
-  - {id: a, weight: 1, keys: 1, arrivals: {kind: poisson, rate: 1.5}, input: {kind: fixed, value: 256}, output: {kind: fixed, value: 256}}
+  - {id: a, weight: 1, keys: 1, arrivals: {kind: poisson, rate: 1.5}, \
+     input: {kind: fixed, value: 256}, output: {kind: fixed, value: 256}}
 """
 
 

@@ -13,7 +13,7 @@ from workers.engine.plan import Sampled, StepPlan, StepResult
 from workers.engine.planner import Planner
 from workers.engine.sequence import Sequence
 from workers.engine.stretch import Stretch
-from workers.protocol import Generate, SamplingParams
+from workers.protocol import Generate, SamplingParams, SequenceOutput
 
 
 def draw(sequence: Sequence, count: int) -> list[int]:
@@ -37,8 +37,11 @@ class Bench:
         """Run up to and including ``step``, or until there is nothing to do."""
         planner = self.planner
         while planner.step < step and len(planner):
-            steps = min(self.stretch.length(), step - planner.step) if self.coalesce else 0
-            if steps:
+            steps, closes = self.stretch.length() if self.coalesce else (0, False)
+            left = step - planner.step
+            if closes and steps < left:
+                outputs = self.close(steps)
+            elif steps := min(steps, left):
                 outputs = self.stretch.advance(steps, draw)
                 self.advanced += steps
             else:
@@ -52,6 +55,20 @@ class Bench:
                 assert output.output_tokens == len(self.tokens[output.id])
                 if output.finish is not None:
                     self.finished[output.id] = planner.step
+
+    def close(self, steps: int) -> list[SequenceOutput]:
+        """A stretch and the step that ends a sequence: one token for everybody who runs, as was foretold."""
+        planner = self.planner
+        outputs = self.stretch.advance(steps, draw) if steps else []
+        self.advanced += steps
+        running = list(planner.roster.running)
+        plan = planner.plan(planner.step)
+        assert plan is not None
+        assert [chunk.sequence for chunk in plan.chunks] == running
+        assert all(chunk.is_decode for chunk in plan.chunks)
+        last = planner.commit(plan, run(plan), planner.step)
+        assert any(output.finish is not None for output in last)
+        return outputs + last
 
     def state(self) -> dict[str, Any]:
         """Everything that later steps depend on."""
@@ -127,11 +144,22 @@ def test_most_steps_of_long_answers_are_advanced() -> None:
     assert bench.advanced == 48, "all but the prompts' step and the last"
 
 
+def test_a_silent_stretch_does_the_same_and_says_nothing() -> None:
+    states = []
+    for silent in (False, True):
+        bench = Bench(True, 100, max_running=4)
+        bench.planner.add(generate("1", 8, 50, "a"))
+        bench.until(1)
+        assert bool(bench.stretch.advance(20, draw, silent=silent)) is not silent
+        states.append({**bench.state(), "tokens": bench.planner.roster.running[0].tokens})
+    assert states[0] == states[1]
+
+
 def test_more_steps_than_the_blocks_allow_are_refused() -> None:
     bench = Bench(True, 6, max_running=2)
     for number in range(2):
         bench.planner.add(generate(str(number), 4, 12, "a"))
     bench.until(1)
-    assert bench.stretch.length() == 8, "12 computed tokens each fill 3 + 3 blocks of 6"
+    assert bench.stretch.length() == (8, False), "12 computed tokens each fill 3 + 3 blocks of 6"
     with pytest.raises(RuntimeError, match="ask length"):
         bench.stretch.advance(11, draw)
