@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gateway.service import Gateway
 
 OVERVIEW_TENANTS = 12
-MAX_TENANT_ROWS = 200
+MAX_TENANT_ROWS = 100
 _NOT_SERVED = Standing(0, 0.0, 0.0)
 
 
@@ -80,6 +80,23 @@ class TenantRow:
     """KV blocks its running requests fill, computed from their tokens; shared prefixes count for each."""
     cache_epoch: int
     limits: tuple[LimitRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantsView:
+    """The page of tenants."""
+
+    rows: tuple[TenantRow, ...]
+    total: int
+    """How many were found, shown or not."""
+
+
+@dataclass(slots=True)
+class _Load:
+    queued: int = 0
+    queued_tokens: int = 0
+    running: int = 0
+    blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,42 +173,40 @@ class ConsoleData:
         )
 
     def overview(self) -> Overview:
-        """The first page."""
-        rows = self.tenants()
-        busiest = {row.id for row in heapq.nlargest(OVERVIEW_TENANTS, rows, key=lambda row: (row.tokens, row.active))}
-        shown = [row for row in rows if row.id in busiest]  # in their own order: rows that change places cannot be read
+        """The first page. Rows are few, however many tenants there are."""
+        loads, names = self._loads(), self._parts.tenants.names()
+        standings = self._parts.history.latest.standings
+        busiest = heapq.nlargest(OVERVIEW_TENANTS, standings, key=lambda name: standings[name].tokens)
+        wanted = set(list(dict.fromkeys([*busiest, *names]))[:OVERVIEW_TENANTS])
+        # In their own order: rows that change places cannot be read.
+        rows = [self._tenant(name, loads) for name in names if name in wanted]
+        more = len(names) - len(rows)
+        if OTHER in wanted and OTHER not in names:
+            rows.append(self._others(loads))
         return Overview(
             status=self.status(),
             now=self._parts.history.latest,
             window_s=WINDOW_S,
-            tenants=tuple(shown),
-            more_tenants=len(rows) - len(shown),
+            tenants=tuple(rows),
+            more_tenants=more,
             workers=tuple(self.workers()),
         )
 
-    def tenants(self, query: str = "") -> list[TenantRow]:
-        """Every listed tenant, and those on ``tenant_defaults`` that are here now, whose name holds ``query``."""
-        queues: dict[TenantId, list[Mapping[str, Any]]] = {}
-        for dispatcher in self._parts.dispatchers.values():
-            for tenant, figures in dispatcher.snapshot(limit=0)["tenants"].items():
-                queues.setdefault(tenant, []).append(figures)
-        blocks: dict[str, int] = {}
-        for by_tenant in self._blocks().values():
-            for name, count in by_tenant.items():
-                blocks[name] = blocks.get(name, 0) + count
-        listed = self._parts.tenants.listed()
-        known = {tenant.id for tenant in listed}
-        others = [self._parts.tenants.get(tenant) for tenant in queues if tenant not in known and self._known(tenant)]
-        wanted = query.strip().lower()
-        return [
-            self._tenant(tenant, queues.get(tenant.id, []), blocks.get(tenant.id, 0))
-            for tenant in [*listed, *sorted(others, key=lambda tenant: tenant.id)]
-            if wanted in tenant.id.lower()
-        ]
+    def tenants(self, query: str = "") -> TenantsView:
+        """Listed tenants, and those on ``tenant_defaults`` that are here now, whose name holds ``query``."""
+        loads, wanted = self._loads(), query.strip().lower()
+        known = self._parts.tenants
+        here = sorted(name for name in loads if not known.is_listed(name) and known.knows(name))
+        found = [name for name in [*known.names(), *here] if wanted in name.lower()]
+        return TenantsView(tuple(self._tenant(name, loads) for name in found[:MAX_TENANT_ROWS]), len(found))
 
     def workers(self) -> list[WorkerRow]:
         """Every worker, by model and pool."""
-        blocks = self._blocks()
+        blocks: dict[str, dict[str, int]] = {}
+        for ticket, filled in self._running():
+            if ticket.worker is not None:
+                by_tenant = blocks.setdefault(ticket.worker, {})
+                by_tenant[ticket.job.tenant] = by_tenant.get(ticket.job.tenant, 0) + filled
         return [
             _worker(handle, described, blocks.get(handle.name, {}))
             for pool in self._parts.pools
@@ -206,31 +221,52 @@ class ConsoleData:
                     return handle
         return None
 
-    def _known(self, tenant: TenantId) -> bool:
-        return self._parts.tenants.knows(tenant)
-
-    def _tenant(self, tenant: EffectiveTenant, queues: list[Mapping[str, Any]], blocks: int) -> TenantRow:
-        history = self._parts.history
-        standing = history.latest.standings.get(tenant.id) if tenant.listed else None
-        queued, running = sum(q["queued"] for q in queues), sum(q["running"] for q in queues)
-        label = tenant.id if tenant.listed else OTHER
-        return TenantRow(
-            id=tenant.id,
+    def _tenant(self, name: TenantId, loads: Mapping[TenantId, _Load]) -> TenantRow:
+        tenant, load = self._parts.tenants.get(name), loads.get(name, _Load())
+        label = name if tenant.listed else OTHER
+        return self._row(
+            name,
+            load,
+            label,
+            shown=tenant.listed,
             weight=tenant.weight,
             service_class=tenant.service_class,
             listed=tenant.listed,
-            colour=history.colour(tenant.id) if tenant.listed else None,
-            active=standing is not None,
-            share=(standing or _NOT_SERVED).share,
-            entitled=(standing or _NOT_SERVED).entitled,
-            tokens=(standing or _NOT_SERVED).tokens,
-            queued=queued,
-            queued_tokens=sum(q["queued_tokens"] for q in queues),
-            running=running,
-            refused=self._parts.recent.refused(label),
-            blocks=blocks,
             cache_epoch=tenant.epoch,
-            limits=tuple(self._limits(tenant, queued + running)),
+            limits=tuple(self._limits(tenant, load.queued + load.running)),
+        )
+
+    def _others(self, loads: Mapping[TenantId, _Load]) -> TenantRow:
+        """All tenants that are not listed, as one: how metrics count them."""
+        total = _Load()
+        for name, load in loads.items():
+            if not self._parts.tenants.is_listed(name):
+                total.queued += load.queued
+                total.queued_tokens += load.queued_tokens
+                total.running += load.running
+                total.blocks += load.blocks
+        return self._row(
+            OTHER, total, OTHER, shown=True, weight=1.0, service_class="", listed=False, cache_epoch=0, limits=()
+        )
+
+    def _row(self, name: str, load: _Load, label: str, *, shown: bool, **facts: Any) -> TenantRow:
+        """``shown``: the history's figures of ``label`` are this tenant's own."""
+        history = self._parts.history
+        standing = history.latest.standings.get(label) if shown else None
+        figures = standing or _NOT_SERVED
+        return TenantRow(
+            id=name,
+            colour=history.colour(label) if shown else None,
+            active=standing is not None,
+            share=figures.share,
+            entitled=figures.entitled,
+            tokens=figures.tokens,
+            queued=load.queued,
+            queued_tokens=load.queued_tokens,
+            running=load.running,
+            refused=self._parts.recent.refused(label),
+            blocks=load.blocks,
+            **facts,
         )
 
     def _limits(self, tenant: EffectiveTenant, concurrent: int) -> list[LimitRow]:
@@ -249,23 +285,29 @@ class ConsoleData:
             rows.append(LimitRow("concurrent", max(0, limits.concurrent - concurrent), limits.concurrent))
         return rows
 
-    def _blocks(self) -> dict[str, dict[str, int]]:
-        """KV blocks that running requests fill, by worker and tenant."""
+    def _loads(self) -> dict[TenantId, _Load]:
+        """Queue and work of every tenant that has any. O(open requests)."""
+        loads: dict[TenantId, _Load] = {}
+        for dispatcher in self._parts.dispatchers.values():
+            for tenant, (jobs, tokens) in dispatcher.queue.backlog().items():
+                load = loads.setdefault(tenant, _Load())
+                load.queued += jobs
+                load.queued_tokens += tokens
+        for ticket, blocks in self._running():
+            load = loads.setdefault(ticket.job.tenant, _Load())
+            load.running += 1
+            load.blocks += blocks
+        return loads
+
+    def _running(self) -> Iterator[tuple[Ticket, int]]:
+        """Every running request with the KV blocks that its tokens fill."""
         sizes = {
             handle.name: handle.hello.block_size for p in self._parts.pools for handle in p.handles if handle.hello
         }
-        blocks: dict[str, dict[str, int]] = {}
         for dispatcher in self._parts.dispatchers.values():
             for ticket in dispatcher.tickets:
-                if ticket.state is TicketState.RUNNING and ticket.worker in sizes:
-                    by_tenant = blocks.setdefault(ticket.worker, {})
-                    filled = _filled(ticket, sizes[ticket.worker])
-                    by_tenant[ticket.job.tenant] = by_tenant.get(ticket.job.tenant, 0) + filled
-        return blocks
-
-
-def _filled(ticket: Ticket, block_size: int) -> int:
-    return -(-ticket.usage.total // block_size)
+                if ticket.state is TicketState.RUNNING and ticket.worker is not None:
+                    yield ticket, -(-ticket.usage.total // sizes.get(ticket.worker, 16))
 
 
 def _worker(handle: WorkerHandle, described: Mapping[str, Any], tenants: Mapping[str, int]) -> WorkerRow:

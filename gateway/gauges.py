@@ -70,6 +70,7 @@ class ServiceWindow:
         self._clock = clock
         self._seconds = seconds
         self._buckets: deque[tuple[int, dict[str, int]]] = deque()
+        self._totals: dict[str, int] = {}
 
     def add(self, tenant: str, tokens: int) -> None:
         """Count service now."""
@@ -79,31 +80,26 @@ class ServiceWindow:
             self._expire(second)
         bucket = self._buckets[-1][1]
         bucket[tenant] = bucket.get(tenant, 0) + tokens
+        self._totals[tenant] = self._totals.get(tenant, 0) + tokens
 
     def totals(self) -> dict[str, int]:
-        """Tokens by tenant."""
+        """Tokens by tenant. O(tenants served)."""
         self._expire(int(self._clock()))
-        totals: dict[str, int] = {}
-        for _, bucket in self._buckets:
-            for tenant, tokens in bucket.items():
-                totals[tenant] = totals.get(tenant, 0) + tokens
-        return totals
+        return dict(self._totals)
 
-    def recent(self, seconds: int) -> dict[str, int]:
-        """Tokens by tenant of the last ``seconds`` whole seconds, without the one that is running."""
+    def recent(self, seconds: int) -> int:
+        """Tokens of all tenants in the last ``seconds`` whole seconds, without the one that is running."""
         now = int(self._clock())
-        totals: dict[str, int] = {}
-        for second, bucket in reversed(self._buckets):
-            if second < now - seconds:
-                break
-            if second < now:
-                for tenant, tokens in bucket.items():
-                    totals[tenant] = totals.get(tenant, 0) + tokens
-        return totals
+        return sum(sum(bucket.values()) for second, bucket in self._buckets if now - seconds <= second < now)
 
     def _expire(self, second: int) -> None:
         while self._buckets and self._buckets[0][0] <= second - self._seconds:
-            self._buckets.popleft()
+            for tenant, tokens in self._buckets.popleft()[1].items():
+                left = self._totals[tenant] - tokens
+                if left:
+                    self._totals[tenant] = left
+                else:
+                    del self._totals[tenant]
 
 
 def jain(values: Iterable[float]) -> float:

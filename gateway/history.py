@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 
 from gateway import log
 from gateway.dispatch import Dispatcher
-from gateway.errors import ApiError
 from gateway.gauges import jain
-from gateway.metrics import OTHER, Buckets, Metrics
+from gateway.metrics import Buckets, Metrics
 from gateway.recent import RecentRequests
 from gateway.tenants import Tenants
 from policies.types import TenantId
@@ -164,10 +163,10 @@ class History:
         waiting = {self._metrics.tenant(tenant) for d in self._dispatchers.values() for tenant in d.queue.backlog()}
         served = service.totals()
         wanting = {*served, *waiting}
-        weights = {tenant: self._weight(tenant) for tenant in wanting}
+        weights = {tenant: self._tenants.weight(TenantId(tenant)) for tenant in wanting}
         sample = Sample(
             at=int(self._clock()),
-            tokens_per_s=sum(service.recent(RATE_S).values()) / RATE_S,
+            tokens_per_s=service.recent(RATE_S) / RATE_S,
             running=sum(dispatcher.queue.running for dispatcher in self._dispatchers.values()),
             queued=sum(len(dispatcher.queue) for dispatcher in self._dispatchers.values()),
             fairness=jain(served.get(t, 0) / weights[t] for t in wanting) if len(wanting) > 1 and served else None,
@@ -182,14 +181,6 @@ class History:
                 self._colours.setdefault(tenant, len(self._colours))
         self._ring.append(sample)
         return sample
-
-    def _weight(self, tenant: str) -> float:
-        if tenant == OTHER:
-            return 1.0
-        try:
-            return self._tenants.get(TenantId(tenant)).weight
-        except ApiError:  # it was configured when its tokens were counted
-            return 1.0
 
 
 def _standings(served: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, Standing]:

@@ -29,6 +29,8 @@ def test_the_wheel_holds_the_packages_and_the_yaml_files(wheel: Path) -> None:
     assert shipped
     assert {f"gateway/_config/{path}" for path in shipped} <= names
     assert {"gateway/py.typed", "policies/py.typed", "workers/py.typed"} <= names
+    pages = {path.relative_to(ROOT) for path in files() if path.is_relative_to(ROOT / "gateway" / "http" / "console")}
+    assert {str(path) for path in pages} <= names
     [metadata] = [name for name in names if name.endswith("/METADATA")]
     text = zipfile.ZipFile(wheel).read(metadata).decode()
     assert "License-Expression: Apache-2.0" in text

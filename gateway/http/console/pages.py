@@ -10,7 +10,7 @@ import yaml
 from starlette.datastructures import QueryParams
 
 from gateway import policy_view
-from gateway.console_data import MAX_TENANT_ROWS, ConsoleData
+from gateway.console_data import ConsoleData
 from gateway.console_requests import requests
 from policies.spi import KINDS, Kind
 
@@ -45,10 +45,10 @@ def _overview(gateway: Gateway, data: ConsoleData, query: QueryParams) -> Values
 
 
 def _tenants(gateway: Gateway, data: ConsoleData, query: QueryParams) -> Values:
-    rows = data.tenants(_text(query, "q"))
+    view = data.tenants(_text(query, "q"))
     return {
-        "rows": rows[:MAX_TENANT_ROWS],
-        "more": max(0, len(rows) - MAX_TENANT_ROWS),
+        "rows": view.rows,
+        "more": view.total - len(view.rows),
         "unlisted": gateway.settings.tenant_defaults is not None,
     }
 

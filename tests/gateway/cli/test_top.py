@@ -13,7 +13,7 @@ from rich.console import Console
 from gateway.cli.top import BAR, bar, plain, quantiles, screen
 from tests.arch.source import ROOT
 from tests.gateway.conftest import Start
-from tests.gateway.harness import MODEL, tickets, token, until
+from tests.gateway.harness import pool, tickets, until
 from workers.testing import Echo
 
 
@@ -36,15 +36,14 @@ async def forebay_top(*words: str, **environment: str) -> tuple[int, str, str]:
 
 
 async def test_one_look_at_a_gateway(start: Start) -> None:
-    hostile = "evil\x1b[2J\x07[red]tenant"
-    async with start({"tenant_defaults": {}}, echo=Echo(step_s=0.02), env={"FOREBAY_ADMIN_TOKEN": "t"}) as site:
-        headers = {"authorization": f"Bearer {token(hostile)}"}
-        body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 3000}
-        call = asyncio.create_task(site.http.post("/v1/completions", json=body, headers=headers))
+    hostile = {**pool(), "name": "evil\x1b[2J\x07[red]model"}
+    changes = {"models": [pool(), hostile]}
+    async with start(changes, echo=Echo(step_s=0.02), env={"FOREBAY_ADMIN_TOKEN": "t"}) as site:
+        call = asyncio.create_task(site.complete(max_tokens=3000))
         await until(lambda: any(ticket.first_token_at for ticket in tickets(site)), "it runs")
         code, out, err = await forebay_top("--once", "--url", site.admin_url, FOREBAY_ADMIN_TOKEN="t")
         assert (code, err) == (0, "")
-        for word in ("ready", "1 of 1 workers", "alpha", "beta", "evil�[2J�[red]tenant", "echo/local-0", "1/8"):
+        for word in ("ready", "2 of 2 workers", "alpha", "beta", "evil�[2J�[red]model", "echo/local-0", "1/8"):
             assert word in out
         assert "\x1b" not in out
         code, out, err = await forebay_top("--once", "--url", site.admin_url, FOREBAY_ADMIN_TOKEN="wrong")

@@ -14,18 +14,21 @@ from playwright.async_api import Browser, expect
 
 from tests.gateway.conftest import Start
 from tests.gateway.console.browser import PAGES, chromium, tab
-from tests.gateway.harness import MODEL, Site, tickets, token, until
+from tests.gateway.harness import MODEL, Site, pool, tickets, token, until
 from workers.testing import Echo
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
+expect.set_options(timeout=15_000)  # a busy machine is not a fault of the pages
+
 SETTINGS = {
     "tenants": [
         {"id": "alpha", "weight": 3, "limits": {"requests_per_minute": 100, "concurrent": 64}},
         {"id": "beta", "class": "batch"},
     ],
     "tenant_defaults": {},
+    "models": [pool(blocks=8192)],  # room for all: a preempted request would stand still
 }
 ECHO = Echo(step_s=0.02)
 
@@ -39,16 +42,17 @@ async def browser() -> AsyncIterator[Browser]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def busy(shared: Site) -> AsyncIterator[Site]:
     """The gateway with work from three tenants, one of them with a hostile name, for the whole module."""
-    calls = [
-        asyncio.create_task(
-            shared.http.post(
-                "/v1/completions",
-                json={"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 4000},
-                headers={"authorization": f"Bearer {token(tenant)}", "x-request-id": f"call-{n}"},
-            )
-        )
-        for n, tenant in enumerate(("alpha", "beta", HOSTILE, *["alpha"] * 10))
-    ]
+
+    async def ask(tenant: str, name: str) -> None:
+        """One caller: asks again whenever it has its answer."""
+        headers = {"authorization": f"Bearer {token(tenant)}", "x-request-id": name}
+        body = {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 4000}
+        while True:
+            answer = await shared.http.post("/v1/completions", json=body, headers=headers, timeout=300)
+            assert answer.status_code in (200, 403), answer.text
+
+    tenants = ("alpha", "beta", HOSTILE, *["alpha"] * 10)
+    calls = [asyncio.create_task(ask(tenant, f"call-{n}")) for n, tenant in enumerate(tenants)]
     await until(lambda: len(tickets(shared)) == len(calls), "all are here")
     await until(lambda: shared.gateway.parts.history.latest.standings, "a sample knows of it")
     try:
@@ -96,7 +100,7 @@ async def test_the_overview_lives(browser: Browser, busy: Site) -> None:
         clock = opened.page.locator("[data-chart=throughput] .u-legend .u-value").first
         await expect(clock).not_to_have_text("–")
         before = await clock.text_content()
-        await expect(clock).not_to_have_text(before or "", timeout=5000)
+        await expect(clock).not_to_have_text(before or "", timeout=15_000)
 
 
 async def test_focus_and_open_parts_survive_the_updates(browser: Browser, busy: Site) -> None:
@@ -108,7 +112,7 @@ async def test_focus_and_open_parts_survive_the_updates(browser: Browser, busy: 
         await button.focus()
         output = opened.page.locator(f"#job-{job} td[data-label=Output]")
         before = await output.text_content()
-        await expect(output).not_to_have_text(before or "", timeout=5000)
+        await expect(output).not_to_have_text(before or "", timeout=15_000)
         await expect(button).to_be_focused()
 
 
@@ -131,7 +135,7 @@ async def test_ending_a_request_by_keyboard(browser: Browser, busy: Site) -> Non
         await opened.page.keyboard.press("Enter")
         await expect(opened.page.locator("#result")).to_contain_text(f"Request {job} ended")
         assert all(t.job.id != job for t in tickets(busy))
-        await expect(opened.page.locator(f"#job-{job}")).to_have_count(0, timeout=5000)
+        await expect(opened.page.locator(f"#job-{job}")).to_have_count(0, timeout=15_000)
 
 
 async def test_every_control_is_reached_by_tab(browser: Browser, busy: Site) -> None:
@@ -187,14 +191,14 @@ async def test_policies_are_checked_and_swapped(browser: Browser, busy: Site) ->
         await opened.page.get_by_role("button", name="Swap").click()
         await opened.page.get_by_role("button", name="Go ahead").click()
         await expect(result).to_contain_text("scheduling is now vtc")
-        await expect(opened.page.locator("#kind-scheduling")).to_contain_text("output_cost: 3", timeout=5000)
+        await expect(opened.page.locator("#kind-scheduling")).to_contain_text("output_cost: 3", timeout=15_000)
         assert busy.gateway.parts.runtime.current.generation == generation + 1
 
 
 async def test_hostile_names_stay_text_in_the_browser(browser: Browser, busy: Site) -> None:
     """A dialog or a script error would be noted by the tab; the name is there to be read."""
     async with tab(browser, busy) as opened:
-        for path in ("/console", "/console/tenants", "/console/requests"):
+        for path in ("/console/tenants", "/console/workers", "/console/requests"):
             await opened.open(path)
             await expect(opened.page.locator("#live")).to_contain_text(HOSTILE)
             assert await opened.page.locator("#live img, #live script").count() == 0
@@ -256,4 +260,4 @@ async def test_signing_in_and_out(browser: Browser, start: Start) -> None:
         await beside.locator('#line[data-state="live"]').wait_for()
         await opened.page.get_by_role("button", name="Sign out").click()
         await expect(opened.page).to_have_url(f"{site.admin_url}/console/login")
-        await expect(beside).to_have_url(f"{site.admin_url}/console/login", timeout=5000)
+        await expect(beside).to_have_url(f"{site.admin_url}/console/login", timeout=15_000)

@@ -152,14 +152,27 @@ def test_tokens_per_second_are_those_of_whole_seconds() -> None:
     now = [10.2]
     window = ServiceWindow(lambda: now[0])
     window.add("a", 50)
-    assert window.recent(5) == {}, "the second is not over"
+    assert window.recent(5) == 0, "the second is not over"
     now[0] = 11.1
     window.add("a", 1)
-    assert window.recent(5) == {"a": 50}
+    assert window.recent(5) == 50
     now[0] = 15.9
-    assert window.recent(5) == {"a": 51}
+    assert window.recent(5) == 51
     now[0] = 17.0
-    assert window.recent(5) == {}
+    assert window.recent(5) == 0
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.sampled_from("abc"), st.integers(1, 100)), max_size=60))
+def test_the_windows_totals_are_the_sum_of_what_is_young(steps: list[tuple[float, str, int]]) -> None:
+    """They are kept as they change; here they are added up anew."""
+    now, events = [100.0], []
+    window = ServiceWindow(lambda: now[0], seconds=20)
+    for wait, tenant, tokens in steps:
+        now[0] += wait
+        window.add(tenant, tokens)
+        events.append((int(now[0]), tenant, tokens))
+        young = [(name, n) for second, name, n in events if second > int(now[0]) - 20]
+        assert window.totals() == {name: sum(n for other, n in young if other == name) for name, _ in young}
 
 
 def test_refusals_of_the_last_minute() -> None:

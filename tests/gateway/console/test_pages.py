@@ -8,6 +8,7 @@ import json
 import pytest
 from markupsafe import escape
 
+from policies.types import Charge
 from tests.gateway.conftest import Start
 from tests.gateway.console.browser import PAGES, messages, text, visitor
 from tests.gateway.harness import KEY, MODEL, Site, tickets, token, until
@@ -177,6 +178,26 @@ async def test_a_stream_has_html_and_the_charts_numbers(shared: Site) -> None:
     assert "Share against weight" in html
     ((name, html),) = await messages(shared, "workers", 1)
     assert (name, "KV blocks" in html) == ("", True)
+
+
+async def test_thousands_of_tenants_make_a_short_page(start: Start) -> None:
+    """The overview has the busiest, the page of tenants the first hundred and a search."""
+    many = [{"id": f"tenant-{n:04d}", "weight": 1 + n % 5} for n in range(3000)]
+    async with start({"tenants": many, "tenant_defaults": {}}, ready=False) as site:
+        for name, tokens in (("tenant-2999", 900), ("stranger", 100), ("another", 50)):
+            site.gateway.parts.metrics.charged(name, "interactive", Charge(output=tokens))
+        site.gateway.parts.history.take()
+        overview = (await site.admin.get("/admin/overview")).json()
+        rows = {row["id"]: row for row in overview["tenants"]}
+        assert len(rows) <= 13
+        assert rows["tenant-2999"]["share"] == pytest.approx(900 / 1050)
+        assert rows["other"]["share"] == pytest.approx(150 / 1050), "those that nobody lists are one, as in the metrics"
+        assert overview["more_tenants"] == 3001 - len(rows)
+        page = text((await site.admin.get("/console/tenants")).text)
+        assert "tenant-0099" in page
+        assert "tenant-0100" not in page
+        assert "2,900 more" in page
+        assert "tenant-1234" in text((await site.admin.get("/console/tenants?q=T-1234")).text)
 
 
 async def test_a_page_that_does_not_change_is_sent_once(shared: Site) -> None:
