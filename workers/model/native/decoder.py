@@ -24,6 +24,8 @@ from workers.model.weights import LayerWeights, Weights
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
+_NO_MEMORY = 2
+_REMEDY = "lower engine.max_step_tokens, engine.max_running or engine.kv_cache"
 
 
 def unsupported(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -153,7 +155,10 @@ class NativeDecoder:
         self._best: array[int] = array("i")
 
     def forward(self, rows: Rows) -> tuple[Tensor, array[int]]:
-        """fp32 logits [samples, vocab] (valid until the next call) and each one's most likely token."""
+        """fp32 logits [samples, vocab] (valid until the next call) and each one's most likely token.
+
+        Raises MemoryError for a step whose buffers do not fit; a smaller one may be run afterwards.
+        """
         count, samples = len(rows.tokens), len(rows.sample_rows)
         self._grow(count, samples)
         assert self._handle is not None
@@ -170,7 +175,10 @@ class NativeDecoder:
                 **arrays,
             },
         )
-        if self._lib.fb_step(self._handle, ctypes.addressof(step)):
+        failed = self._lib.fb_step(self._handle, ctypes.addressof(step))
+        if failed == _NO_MEMORY:
+            raise MemoryError(f"no memory to lay out a step of {count} rows; {_REMEDY}")
+        if failed:
             raise ValueError(f"a step of {count} rows and {samples} samples exceeds what the kernel was made for")
         self.rows_computed += count
         return self._logits[:samples, : self.config.vocab], self._best[:samples]
@@ -194,11 +202,18 @@ class NativeDecoder:
         if self._handle is not None and rows <= model.max_rows and samples <= model.max_samples:
             return
         self.close()
+        before = model.max_rows, model.max_samples
         model.max_rows = max(model.max_rows, rows, 64)
         model.max_samples = max(model.max_samples, samples, 16)
         self._logits = torch.empty(model.max_samples, self._head_width)
         self._best = array("i", bytes(4 * model.max_samples))
         self._handle = self._lib.fb_create(ctypes.addressof(model), self._threads)
+        if self._handle is None:
+            model.max_rows, model.max_samples = before
+            raise MemoryError(
+                f"the kernel's buffers for {rows} rows and {samples} samples, or its {self._threads} threads, do not "
+                f"fit in memory; {_REMEDY}"
+            )
 
     def _layer(self, index: int, weights: Weights, cache: Tensor) -> Layer:
         config, take = self.config, LayerWeights(weights, index)

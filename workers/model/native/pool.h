@@ -71,14 +71,14 @@ template <class Job, class Work>
 class Pool {
  public:
   Pool(int threads, int phases, Work work) : work_(work), phases_(phases), cells_(new Cell[phases]) {
-    for (int t = 1; t < threads; t++) threads_.emplace_back([this, t] { loop(t); });
+    try {
+      for (int t = 1; t < threads; t++) threads_.emplace_back([this, t] { loop(t); });
+    } catch (...) {  // those that started must end before their handles do, or the process does
+      end();
+      throw;
+    }
   }
-  ~Pool() {
-    stop_ = true;
-    epoch_.fetch_add(2, std::memory_order_acq_rel);
-    epoch_.notify_all();
-    for (auto& t : threads_) t.join();
-  }
+  ~Pool() { end(); }
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
@@ -100,6 +100,13 @@ class Pool {
   }
 
  private:
+  void end() {
+    stop_ = true;
+    epoch_.fetch_add(2, std::memory_order_acq_rel);
+    epoch_.notify_all();
+    for (auto& t : threads_) t.join();
+  }
+
   void loop(int thread) {
     uint32_t seen = 0;
     while (!stop_) {

@@ -330,18 +330,23 @@ extern "C" {
 
 const char* fb_isa() { return isa(); }
 
-void* fb_create(const FbModel* m, int threads) {
+// Null when memory or threads for it are not there: no exception may cross into C.
+void* fb_create(const FbModel* m, int threads) try {
   if (m->bf16) return static_cast<Engine*>(new Impl<Bf16>(*m, threads));
   return static_cast<Engine*>(new Impl<F32>(*m, threads));
+} catch (...) {
+  return nullptr;
 }
 
 void fb_destroy(void* engine) { delete static_cast<Engine*>(engine); }
 
-// 0, or 1 when the step is larger than the handle was made for.
-int fb_step(void* engine, const FbStep* s) {
+// 0; 1 when the step is larger than the handle was made for; 2 when memory for its plan is not there (nothing ran).
+int fb_step(void* engine, const FbStep* s) try {
   Engine* e = static_cast<Engine*>(engine);
   if (s->rows > e->max_rows || s->samples > e->max_samples) return 1;
   e->step(*s);
   return 0;
+} catch (...) {
+  return 2;
 }
 }
