@@ -115,8 +115,9 @@ class PrefixLines:
         """Whether the tenant has queued jobs."""
         return self._lines.has(tenant)
 
-    def touch(self, keys: Sequence[PrefixKey]) -> set[TenantId]:
-        """A job with this chain was dispatched; returns tenants whose head may have changed."""
+    def touch(self, job: Job) -> set[TenantId]:
+        """The job was dispatched; returns tenants whose head may have changed."""
+        keys = job.prefix_keys
         if not keys:
             return set()
         self._hot.touch(keys)
@@ -162,7 +163,7 @@ class PrefixLines:
         """Match anew, of which ``low`` keys are known to; True when its tenant's head changed."""
         job = self._job(job_id)
         self._unwatch(job)
-        depth = self._hot.depth(job.prefix_keys, low)
+        depth = low if low >= len(job.prefix_keys) else self._hot.depth(job.prefix_keys, low)
         self._watch(job, depth)
         return self._lines.rekey(job_id, self._key(job, depth))
 

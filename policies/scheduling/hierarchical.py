@@ -27,6 +27,7 @@ from policies.scheduling._lines import Ranking
 from policies.spi import Fits, Json, PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec, SchedulingPolicy
 from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
 
+_set = object.__setattr__
 IDLE_KEPT = 1024
 """Inner policies that are kept before those of idle tenants are looked through."""
 
@@ -59,10 +60,13 @@ class _Member(Job):
     __slots__ = ("_job",)
 
     def __init__(self, job: Job, tenant: TenantId, weight: float) -> None:
-        for name, value in (("tenant", tenant), ("weight", weight), ("_job", job)):
-            object.__setattr__(self, name, value)
-        for name in ("id", "prompt_tokens", "max_tokens", "model"):
-            object.__setattr__(self, name, getattr(job, name))
+        _set(self, "tenant", tenant)
+        _set(self, "weight", weight)
+        _set(self, "_job", job)
+        _set(self, "id", job.id)
+        _set(self, "prompt_tokens", job.prompt_tokens)
+        _set(self, "max_tokens", job.max_tokens)
+        _set(self, "model", job.model)
 
     def __getattr__(self, name: str) -> Any:
         """Called for fields that are not set here."""
@@ -121,7 +125,8 @@ class HierarchicalScheduler:
         self._of(job.tenant).policy.push(seat.inner, now)
         self._outer.push(seat.stand_in, now)
         self._sit(seat)
-        self._note_late(job.tenant)
+        if self._expires:
+            self._note_late(job.tenant)
 
     def pop(self, now: float, fits: Fits) -> Job | None:
         """The outer policy's tenant, and that tenant's inner choice."""
@@ -153,7 +158,8 @@ class HierarchicalScheduler:
         inside.running += 1
         chosen.queued = False
         self._pick = (chosen, came_up)
-        self._note_late(chosen.job.tenant)
+        if self._expires:
+            self._note_late(chosen.job.tenant)
         return chosen.job
 
     def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:
@@ -170,7 +176,8 @@ class HierarchicalScheduler:
         inside.policy.requeue(seat.inner, now, reason)
         self._outer.requeue(seat.stand_in, now, reason)
         seat.queued = True
-        self._note_late(job.tenant)
+        if self._expires:
+            self._note_late(job.tenant)
 
     def discard(self, job_id: JobId) -> bool:
         """From both."""
@@ -180,7 +187,8 @@ class HierarchicalScheduler:
         self._inside[seat.job.tenant].policy.discard(job_id)
         self._outer.discard(seat.stand_in.id)
         self._leave(seat)
-        self._note_late(seat.job.tenant)
+        if self._expires:
+            self._note_late(seat.job.tenant)
         return True
 
     def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
@@ -300,8 +308,6 @@ class HierarchicalScheduler:
         return stand_in if seat is None else seat.job.id
 
     def _note_late(self, tenant: TenantId) -> None:
-        if not self._expires:
-            return
         policy: Any = self._inside[tenant].policy
         at = policy.next_expired()
         if at is not None:

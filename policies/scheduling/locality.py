@@ -70,7 +70,7 @@ class LocalityScheduler(CounterScheduler):
 
     def _picked(self, job: Job, counter: float) -> None:
         self._round = max(self._round, math.floor(counter / self._quantum))
-        for tenant in self._prefixes.touch(job.prefix_keys):
+        for tenant in self._prefixes.touch(job):
             if tenant in self._waiting and self._prefixes.has(tenant):
                 self._waiting.set(tenant, self._rank(tenant, self._counters[tenant]))
 

@@ -43,7 +43,7 @@ class Figures:
     move_ms: float
 
 
-def jobs(count: int, prefix: str, start: float = 0.0, keys: int = 4) -> list[Job]:
+def jobs(count: int, prefix: str, start: float = 0.0, keys: int = 0) -> list[Job]:
     """Jobs of many tenants, users, classes and lengths, 1,000 a second from ``start`` on.
 
     ``keys`` prefix keys each, half of them shared in a tenant.
@@ -92,9 +92,9 @@ def timed(work: Iterator[Callable[[], object]]) -> list[float]:
     return took
 
 
-def measure(name: str) -> Figures:
+def measure(name: str, keys: int = 0) -> Figures:
     """All figures of one policy."""
-    backlog, more = jobs(QUEUED, "q"), jobs(2 * ROUNDS, "n", QUEUED / 1000)
+    backlog, more = jobs(QUEUED, "q", keys=keys), jobs(2 * ROUNDS, "n", QUEUED / 1000, keys)
     policy = build(name)
     for job in backlog:
         policy.push(job, job.arrived_at)
@@ -162,13 +162,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [item.spec.name for item in REGISTRY.policies("scheduling")]
     parser.add_argument("policies", nargs="*", default=names, help=f"default: {' '.join(names)}")
-    chosen = parser.parse_args().policies
+    parser.add_argument("--keys", type=int, default=0, help="prefix keys per job, for locality (default 0)")
+    arguments = parser.parse_args()
+    chosen = arguments.policies
     heads = ("median us", "p99 us", "in queue us", "nothing fits us", f"{MOVED} move ms")
     write = sys.stdout.write
     write(f"{QUEUED} jobs of {TENANTS} tenants queued; budget {BUDGET_US:.0f} us for push + pop + charge\n")
     write(f"{'policy':13}" + "".join(f"{head:>17}" for head in heads) + "\n")
     for name in chosen:
-        write(f"{name:13}" + "".join(f"{value:17.2f}" for value in astuple(measure(name))) + "\n")
+        write(f"{name:13}" + "".join(f"{value:17.2f}" for value in astuple(measure(name, arguments.keys))) + "\n")
         sys.stdout.flush()
 
 

@@ -218,7 +218,7 @@ def test_watchers_are_exactly_the_queued_jobs(operations: list[tuple[str, list[s
                 pass
             one = lines.pop(TenantId("a"))
             del queued[one.id]
-            lines.touch(one.prefix_keys)
+            lines.touch(one)
         watching = [job_id for jobs in lines._watched.values() for job_id in jobs]
         assert len(watching) == len(set(watching))
         assert set(watching) <= set(queued)
