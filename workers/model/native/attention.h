@@ -9,7 +9,8 @@
 // - A query's arithmetic depends on its own position and keys only: tokens go in groups of 64 at fixed positions,
 //   contexts in splits of kSplit at fixed positions, always merged in order. So neither the batch, nor the chunk
 //   size, nor the thread count changes a bit of the result.
-// - Lanes past a query's position get weight 0; stale cache contents are finite (zeroed at start, only finite writes).
+// - Nothing of a lane that its sequence has not written reaches a result, be it NaN: scores of such keys are replaced,
+//   such values are not read. Only where values go in pairs is one read, and the writer of its partner zeroed it.
 #pragma once
 #include "vec.h"
 
@@ -35,15 +36,16 @@ inline void score(const typename P::T* const* q, const typename P::T* k, int dim
   for (int i = 0; i < Q; i++) store(s[i] + at, mul(a[i], set1(scale)));
 }
 
-// acc[q][0..16*N) += p[q] * V over `tokens` tokens (a multiple of 16).
+// acc[q][0..16*N) += p[q] * V over the first `tokens` tokens of the group (rounded up to P::K).
 template <class P, int Q, int N>
-inline void weigh(const typename P::T (*p)[kGroup], const typename P::T* const* v, int subs, int dim, int d0,
+inline void weigh(const typename P::T (*p)[kGroup], const typename P::T* const* v, int tokens, int dim, int d0,
                   float (*acc)[kMaxDim]) {
   V a[Q][N];
   for (int i = 0; i < Q; i++)
     for (int n = 0; n < N; n++) a[i][n] = load(acc[i] + d0 + 16 * n);
-  for (int b = 0; b < subs; b++)
-    for (int t = 0; t < kLanes; t += P::K) {
+  for (int b = 0; b * kLanes < tokens; b++) {
+    const int lanes = tokens - b * kLanes < kLanes ? tokens - b * kLanes : kLanes;
+    for (int t = 0; t < lanes; t += P::K) {
       const typename P::T* row = v[b] + t * dim + d0 * P::K;
       typename P::W w[N];
       for (int n = 0; n < N; n++) w[n] = P::loadw(row + 16 * n * P::K);
@@ -51,6 +53,7 @@ inline void weigh(const typename P::T (*p)[kGroup], const typename P::T* const* 
       for (int i = 0; i < Q; i++)
         for (int n = 0; n < N; n++) a[i][n] = P::mac(a[i][n], w[n], p[i] + b * kLanes + t);
     }
+  }
   for (int i = 0; i < Q; i++)
     for (int n = 0; n < N; n++) store(acc[i] + d0 + 16 * n, a[i][n]);
 }
@@ -67,13 +70,13 @@ inline void scores(int n, const typename P::T* const* q, const typename P::T* k,
 }
 
 template <class P, int Q>
-inline void weighs(int n, const typename P::T (*p)[kGroup], const typename P::T* const* v, int subs, int dim,
+inline void weighs(int n, const typename P::T (*p)[kGroup], const typename P::T* const* v, int tokens, int dim,
                    float (*acc)[kMaxDim]) {
   if constexpr (Q > 0) {
-    if (n != Q) return weighs<P, Q - 1>(n, p, v, subs, dim, acc);
+    if (n != Q) return weighs<P, Q - 1>(n, p, v, tokens, dim, acc);
     int d = 0;
-    for (; d + 64 <= dim; d += 64) weigh<P, Q, 4>(p, v, subs, dim, d, acc);
-    for (; d < dim; d += 16) weigh<P, Q, 1>(p, v, subs, dim, d, acc);
+    for (; d + 64 <= dim; d += 64) weigh<P, Q, 4>(p, v, tokens, dim, d, acc);
+    for (; d < dim; d += 16) weigh<P, Q, 1>(p, v, tokens, dim, d, acc);
   }
 }
 
@@ -148,7 +151,7 @@ struct Tile {
         l[i] += hsum(sum);
       }
       for (int i = 0; i < n; i += kQueries)
-        weighs<P, kQueries>(n - i < kQueries ? n - i : kQueries, p + i, v, subs, dim, acc + i);
+        weighs<P, kQueries>(n - i < kQueries ? n - i : kQueries, p + i, v, end - base, dim, acc + i);
     }
   }
 };

@@ -183,6 +183,8 @@ struct Impl final : Engine {
     }
     const long sub = s.slots[i] / kLanes;
     const int lane = s.slots[i] % kLanes;
+    // The other value of a pair that attention reads before its own row is computed: whatever lies there is not ours.
+    const bool alone = P::K == 2 && lane % 2 == 0 && (i + 1 == s.rows || s.slots[i + 1] != s.slots[i] + 1);
     for (int g = 0; g < HK; g++) {
       float *k = row + (HQ + g) * D, *v = row + (HQ + HK + g) * D;
       if (l.k_norm) head_norm(k, l.k_norm);
@@ -192,6 +194,7 @@ struct Impl final : Engine {
       for (int d = 0; d < D; d++) {
         K[d / P::K * kLanes * P::K + lane * P::K + d % P::K] = P::from(k[d]);
         W[lane / P::K * D * P::K + d * P::K + lane % P::K] = P::from(v[d]);
+        if (alone) W[lane / P::K * D * P::K + d * P::K + 1] = 0;
       }
     }
   }

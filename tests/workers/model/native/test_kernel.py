@@ -145,6 +145,19 @@ def test_copied_and_zeroed_blocks_are_what_they_say(tmp_path: Path) -> None:
     assert torch.equal(kernel.run((tokens, 39, [11, 12, 13]))[-1], want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_others_left_in_a_block_is_never_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    """engine B: not even a NaN of another tenant's passes, whatever part of a block a sequence has come to fill."""
+    directory = tiny.write_directory(tiny.model(1, hidden_size=64, head_dim=16), tmp_path)
+    tokens, blocks = ids(53), table(53, 4)
+    clean, poisoned = Kernel(directory, dtype), Kernel(directory, dtype)
+    poisoned.cache.data.fill_(float("nan"))
+    ends = [1, 2, 4, 17, 20, 33, 39, *range(40, 54)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        chunk = (tokens[:end], start, blocks)
+        assert torch.equal(poisoned.run(chunk), clean.run(chunk)), f"rows {start} to {end}"
+
+
 def test_a_shape_it_cannot_run_is_named(tmp_path: Path) -> None:
     from workers.model.native.build import NativeUnavailableError
 
