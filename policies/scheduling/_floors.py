@@ -21,6 +21,8 @@ class Floors(Generic[G]):
 
     def __init__(self) -> None:
         self._shares: dict[G, float] = {}
+        self.granted = False
+        """Whether any group has a floor: else nothing needs to be told here."""
         self._credit: dict[G, float] = {}
         self._waiting: set[G] = set()
 
@@ -28,6 +30,7 @@ class Floors(Generic[G]):
         """Give the group a floor, on top of what it has."""
         self._shares[group] = self._shares.get(group, 0.0) + share
         self._credit.setdefault(group, 0.0)
+        self.granted = True
 
     def share(self, group: G) -> float:
         """Its floor; 0 without one."""
@@ -53,8 +56,6 @@ class Floors(Generic[G]):
 
         ``ordinary``: it was started in the group's ordinary turn, not because it was due.
         """
-        if not self._shares:
-            return
         for waiting in self._waiting:
             self._credit[waiting] += self._shares[waiting] * cost
         if group in self._shares:

@@ -74,14 +74,19 @@ class KeyedLines(Generic[F]):
 
     def pop(self, flow: F) -> Job:
         """Remove and return the first job of a flow that has a line."""
+        return self.advance(flow)[0]
+
+    def advance(self, flow: F) -> tuple[Job, float | None]:
+        """``pop``, and the key of the flow's next head; None when that was its last job."""
         heap = self._heaps[flow]
         job = heapq.heappop(heap)[2]
         del self._jobs[job.id]
         if self._stale:
             self._tidy(heap)
-        if not heap:
-            del self._heaps[flow]
-        return job
+        if heap:
+            return job, heap[0][4]
+        del self._heaps[flow]
+        return job, None
 
     def discard(self, job_id: JobId) -> tuple[F, Job] | None:
         """Remove a job wherever it stands; None when it is not queued."""
@@ -175,8 +180,11 @@ class KeyedHeads(Generic[F]):
 
     def pop(self, flow: F) -> Job:
         """Remove and return the flow's head."""
-        job = self.lines.pop(flow)
-        self._rank(flow)
+        job, key = self.lines.advance(flow)
+        if key is None:
+            self._unset(flow)
+        else:
+            self._set(flow, key)
         return job
 
     def discard(self, job_id: JobId) -> Job | None:
@@ -184,8 +192,12 @@ class KeyedHeads(Generic[F]):
         found = self.lines.discard(job_id)
         if found is None:
             return None
-        self._rank(found[0])
-        return found[1]
+        flow, job = found
+        if self.lines.has(flow):
+            self._set(flow, self.lines.head_key(flow))
+        else:
+            self._unset(flow)
+        return job
 
     def drain(self) -> list[Job]:
         """Remove and return all jobs in order of arrival."""
@@ -194,12 +206,6 @@ class KeyedHeads(Generic[F]):
 
     def __len__(self) -> int:
         return len(self.lines)
-
-    def _rank(self, flow: F) -> None:
-        if self.lines.has(flow):
-            self._set(flow, self.lines.head_key(flow))
-        else:
-            self._unset(flow)
 
     def _set(self, flow: F, key: float) -> None:
         self._heads.set(flow, key)

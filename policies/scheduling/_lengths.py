@@ -96,17 +96,12 @@ class Lengths:
 
     def note(self, job: Job, output: int, final: bool) -> None:
         """It produced ``output`` more tokens."""
-        if not self.learns:
-            return
-        so_far = self._produced.get(job.id)
-        if so_far is None:
-            return
-        if not final:
-            if output:
-                self._produced[job.id] = so_far + output
-            return
-        del self._produced[job.id]
-        self._learn(job.tenant, job.model, max(0, so_far + output))
+        if final:
+            so_far = self._produced.pop(job.id, None)
+            if so_far is not None:
+                self._learn(job.tenant, job.model, max(0, so_far + output))
+        elif output and job.id in self._produced:
+            self._produced[job.id] += output
 
     def forget(self, job_id: JobId) -> None:
         """A returned job left the queue without running again."""

@@ -110,15 +110,17 @@ class EdfScheduler:
 
     def push(self, job: Job, now: float) -> None:
         """O(log n)."""
-        self._queue.push((job.service_class, job.tenant), job, self._deadline(job))
-        if job.deadline is not None:
+        deadline = job.deadline
+        self._queue.push((job.service_class, job.tenant), job, self._deadline(job) if deadline is None else deadline)
+        if deadline is not None:
             self._serial += 1
             self._entered[job.id] = self._serial
-            heapq.heappush(self._late, (self._latest_start(job), self._serial, job.id))
+            heapq.heappush(self._late, (self._latest_start(job, deadline), self._serial, job.id))
             if len(self._late) > 2 * len(self._entered) + 64:
                 self._late = [item for item in self._late if self._entered.get(item[2]) == item[1]]
                 heapq.heapify(self._late)
-        self._mark(job.service_class)
+        if self._config.floors:
+            self._mark(job.service_class)
 
     def pop(self, now: float, fits: Fits) -> Job | None:
         """O(log n) and one ``fits`` per tenant and class whose head does not fit."""
@@ -220,9 +222,9 @@ class EdfScheduler:
             return job.deadline
         return job.arrived_at + (self._config.default_s if job.max_wait_s is None else job.max_wait_s)
 
-    def _latest_start(self, job: Job) -> float:
+    def _latest_start(self, job: Job, deadline: float) -> float:
         rate = self._config.prefill_tokens_per_s
-        return self._deadline(job) - self._config.startup_s - (job.prompt_tokens / rate if rate else 0.0)
+        return deadline - self._config.startup_s - (job.prompt_tokens / rate if rate else 0.0)
 
     def _mark(self, name: str) -> None:
         if name in self._config.floors:

@@ -58,7 +58,8 @@ class _Band(VtcScheduler):
 
     def _count(self, job: Job, cost: float) -> None:
         super()._count(job, cost)
-        self._floors.serve(self.priority, cost, ordinary=self.ordinary)
+        if self._floors.granted:
+            self._floors.serve(self.priority, cost, ordinary=self.ordinary)
 
     def relative(self) -> dict[str, float]:
         """Counters above the band's level: those of different bands have nothing else in common."""
@@ -93,7 +94,8 @@ class PriorityScheduler:
         priority = job.priority
         if self._named:
             self._grant(job)
-        self._band(priority).push(job, now)
+        band = self._bands.get(priority)
+        (self._band(priority) if band is None else band).push(job, now)
         self._enter(job, priority, job.arrived_at)
 
     def pop(self, now: float, fits: Fits) -> Job | None:
@@ -131,7 +133,8 @@ class PriorityScheduler:
         if priority is None:  # popped by another policy before a swap
             self._grant(job)
             priority = job.priority
-        self._band(priority).charge(job, charge, now, final)
+        band = self._bands.get(priority)
+        (self._band(priority) if band is None else band).charge(job, charge, now, final)
         if final and job.id not in self._aged:
             self._at.pop(job.id, None)
 
