@@ -24,7 +24,7 @@ from gateway import trace_attributes as attributes
 from gateway.desk import Desk, try_send
 from gateway.errors import internal, no_worker, revoked, shed, shutting_down
 from gateway.flights import Flight
-from gateway.gate import Claim, Load, Room, fill, takes
+from gateway.gate import Claim, Load, Room, fill, suits
 from gateway.landing import Landing
 from gateway.models import ModelHandle
 from gateway.monitor import Monitor
@@ -133,11 +133,10 @@ class Dispatcher:
         """What an admission policy may look at."""
         return self.queue.snapshot(job.tenant, weight=job.weight, workers_ready=self.ready_for(job))
 
-    def ready_for(self, job: Job) -> int:
-        """Workers that could run ``job``: ready, with the labels it needs, of a pool that takes its class."""
+    def ready_for(self, job: Job, choices: int | None = None) -> int:
+        """Workers that could run ``job``: ready, of a pool with its labels and class; with room for ``choices``."""
         return sum(
-            handle.state is WorkerState.READY and takes(handle.labels, handle.classes, job)
-            for handle in self._handles.values()
+            handle.state is WorkerState.READY and suits(handle, job, choices) for handle in self._handles.values()
         )
 
     # -- for the operator -----------------------------------------------------------------------------------------
@@ -314,7 +313,8 @@ class Dispatcher:
 
     def _could_fit(self, job: Job) -> bool:
         """A suspect is never waited for: others would stand still for its sake."""
-        return not self._desk.tickets[job.id].suspect and self.ready_for(job) > 0
+        ticket = self._desk.tickets[job.id]
+        return not ticket.suspect and self.ready_for(job, ticket.choices) > 0
 
     def _dispatch(self, dispatch: Dispatch, rooms: list[Room], now: float) -> None:
         """Send one job. Whatever fails on the way ends that job only."""
@@ -382,7 +382,7 @@ class Dispatcher:
     def _expired(self, ticket: Ticket, now: float) -> None:
         """Its wait ran out; the queue has let go of it already."""
         job = ticket.job
-        if self.ready_for(job):
+        if self.ready_for(job, ticket.choices):
             error = shed(
                 "The request waited in the queue as long as its service class allows. Retry later.",
                 "queue_timeout",

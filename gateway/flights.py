@@ -112,6 +112,7 @@ class Flights:
             stale=handle.is_stale(now),
             pace=self._pace(handle.name),
             step=handle.step,
+            longest=handle.hello.longest if handle.hello else None,
         )
 
     def _pace(self, worker: str) -> Pace:

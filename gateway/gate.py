@@ -8,7 +8,8 @@ Rules
   sent in the last two steps is not in its report yet and counts on top.
 - Blocks: the worker's free + cached ones, net of what was sent and is not in its figures yet, must hold its prompt
   and the first block of each choice's output, not its max_tokens: most answers are shorter, and the engine preempts
-  when they are not. An idle worker takes any job: what can never fit it refuses itself.
+  when they are not. An idle worker takes any job that its context holds: other figures may be wrong, and then it
+  refuses by itself. Prompt + output beyond its context never goes there: another worker may have the room.
 - Stale figures (> 2 s) count neither blocks nor the reported line; in-flight counts alone gate then.
 - A worker whose cache fills up gets its jobs evenly spaced (``pace.py``).
 - A worker holds one suspect at a time (``retry.py``).
@@ -19,11 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from gateway.pace import Pace
 from policies.queue import Dispatch, JobQueue
 from policies.spi import Fits
 from policies.types import Job, WorkerView
+
+if TYPE_CHECKING:
+    from gateway.worker_handle import WorkerHandle
 
 MAX_WAITING = 2
 
@@ -68,6 +73,8 @@ class Room:
     stale: bool
     suspect: bool
     pace: Pace | None = None
+    longest: int | None = None
+    """Most tokens of prompt + output of one choice there; None: not known, and not asked."""
 
     @classmethod
     def of(
@@ -79,6 +86,7 @@ class Room:
         stale: bool,
         pace: Pace | None = None,
         step: int = 0,
+        longest: int | None = None,
     ) -> Room:
         """Measure ``view``'s worker. ``loads`` are its jobs in flight, oldest first; ``step`` its last reported one."""
         slots, budget, waiting, suspect, idle = view.max_running, step_tokens, 0, False, True
@@ -115,6 +123,7 @@ class Room:
             stale=stale,
             suspect=suspect,
             pace=pace,
+            longest=longest,
         )
 
     @property
@@ -126,13 +135,13 @@ class Room:
             return False
         return self.line > 0 or (self.slots > 0 and self.budget > 0)
 
-    def matches(self, job: Job) -> bool:
-        """Whether its pool carries the labels that the job needs, and takes its class."""
-        return takes(self.view.labels, self.view.classes, job)
+    def matches(self, job: Job, choices: int = 1) -> bool:
+        """Whether its pool carries the labels that the job needs and takes its class, and its context holds it."""
+        return takes(self.view.labels, self.view.classes, job) and holds(self.longest, job, choices)
 
     def fits(self, job: Job, choices: int, *, suspect: bool) -> bool:
         """May ``job`` go there now?"""
-        if (suspect and self.suspect) or not self.matches(job):
+        if (suspect and self.suspect) or not self.matches(job, choices):
             return False
         if self.idle:
             return True
@@ -193,7 +202,7 @@ def fill(
         return fits_in(job, open_rooms)
 
     def beside(job: Job, held: Job) -> bool:
-        return fits_in(job, (room for room in open_rooms if not room.matches(held)))
+        return fits_in(job, (room for room in open_rooms if not room.matches(held, claim(held)[0])))
 
     while open_rooms:
         held = queue.held(could_fit)
@@ -202,8 +211,9 @@ def fill(
             return True
         free, kept = open_rooms, []
         if held is not None and held.id != dispatch.job.id:
-            free = [room for room in open_rooms if not room.matches(held)]
-            kept = [room for room in open_rooms if room.matches(held)]
+            choices, _ = claim(held)
+            free = [room for room in open_rooms if not room.matches(held, choices)]
+            kept = [room for room in open_rooms if room.matches(held, choices)]
         send(dispatch, free)
         open_rooms = [room for room in (*kept, *free) if room.open]
     return False
@@ -214,3 +224,14 @@ def takes(labels: Mapping[str, str], classes: Collection[str], job: Job) -> bool
     if classes and job.service_class not in classes:
         return False
     return all(labels.get(key) == value for key, value in job.requires.items())
+
+
+def suits(worker: WorkerHandle, job: Job, choices: int | None = None) -> bool:
+    """Whether the worker may run the job: its pool does, and its context holds it where ``choices`` says how often."""
+    longest = worker.hello.longest if choices is not None and worker.hello is not None else None
+    return takes(worker.labels, worker.classes, job) and holds(longest, job, choices or 1)
+
+
+def holds(longest: int | None, job: Job, choices: int) -> bool:
+    """Whether a worker whose sequences have at most ``longest`` tokens (None: any) holds each choice of the job."""
+    return longest is None or job.prompt_tokens + job.max_tokens // max(1, choices) <= longest

@@ -76,7 +76,7 @@ class ModelHandle:
     def max_context(self) -> int:
         """Longest prompt + output in tokens that some worker can hold."""
         if self._hellos:
-            return max(min(hello.max_context, hello.blocks * hello.block_size) for hello in self._hellos.values())
+            return max(hello.longest for hello in self._hellos.values())
         configured = [pool.engine.max_context for pool in self.config.pools if pool.engine.max_context]
         return max(configured, default=DEFAULT_CONTEXT)
 

@@ -186,6 +186,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     kv_bytes_per_token: int = 0
     versions: dict[str, str] = {}
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of prompt + output that one sequence can have here: what its context and its cache hold."""
+        return min(self.max_context, self.blocks * self.block_size)
+
 
 class Purged(msgspec.Struct, frozen=True, tag="purged"):
     """Answer to ``Purge``: blocks zeroed now, and blocks still in use that will be zeroed on release."""

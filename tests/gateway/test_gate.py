@@ -70,6 +70,17 @@ def test_an_idle_worker_takes_anything_that_it_may_run() -> None:
     )
 
 
+def test_a_job_goes_only_where_its_context_holds_it() -> None:
+    """Ten in the prompt and five of output: a small worker would refuse what a larger one can run."""
+    small, large = (Room.of(view(), [], 512, stale=False, longest=longest) for longest in (14, 15))
+    assert not small.fits(job(), 1, suspect=False)
+    assert not small.matches(job())
+    assert large.fits(job(), 1, suspect=False)
+    assert small.fits(job(), 5, suspect=False), "one token for each of five choices"
+    assert Room.of(view(), running(1), 512, stale=True, longest=15).fits(job(), 1, suspect=False)
+    assert not Room.of(view(), running(1), 512, stale=True, longest=14).fits(job(), 1, suspect=False)
+
+
 def test_one_suspect_at_a_time() -> None:
     room = Room.of(view(), [], 512, stale=False)
     room.take(job(), 1, suspect=True)
