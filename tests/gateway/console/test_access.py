@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
@@ -133,7 +134,7 @@ async def test_a_stream_ends_with_its_session(start: Start) -> None:
         await mine.post("/console/login", token=TOKEN)
         await mine.get("/console/tenants")
         seen: list[str] = []
-        async with mine.http.stream("GET", "/console/live/tenants") as answer:
+        async with asyncio.timeout(20), mine.http.stream("GET", "/console/live/tenants") as answer:
             async for line in answer.aiter_lines():
                 if not seen:
                     await mine.post("/console/logout")
@@ -255,7 +256,11 @@ async def test_streams_are_bounded_and_given_back(start: Start, monkeypatch: pyt
 
 async def test_a_drained_gateway_ends_the_streams(start: Start) -> None:
     """An open tab never holds up a stop."""
-    async with start(ready=False) as site, site.admin.stream("GET", "/console/live/overview") as answer:
+    async with (
+        asyncio.timeout(30),
+        start(ready=False) as site,
+        site.admin.stream("GET", "/console/live/overview") as answer,
+    ):
         lines = answer.aiter_lines()
         await anext(lines)
         await site.gateway.drain()
