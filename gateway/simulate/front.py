@@ -23,6 +23,7 @@ from gateway.simulate.scenario import Use
 from gateway.simulate.scenario_file import LoadedScenario
 from gateway.simulate.workload import Request, Workload
 from gateway.worker_handle import WorkerHandle
+from policies.admission.open import OpenAdmission
 from policies.queue import Dispatch, JobQueue
 from policies.spi import AdmissionPolicy, Kind, QuotaPolicy, RoutingPolicy, SchedulingPolicy
 from policies.types import Charge, Job, JobId
@@ -67,6 +68,7 @@ class Front:
         self.ledger = Ledger(scenario)
         self.dispatched = 0
         self._admission = cast(AdmissionPolicy, build("admission", scenario.admission))
+        self._admits_all = isinstance(self._admission, OpenAdmission)
         self._quota = cast(QuotaPolicy, build("quota", scenario.quota))
         self._routing = cast(RoutingPolicy, build("routing", scenario.routing))
         self._workload = workload
@@ -92,6 +94,10 @@ class Front:
     def busy(self) -> bool:
         """Whether any request is queued or running."""
         return bool(self._waiting or self._flights)
+
+    def waits_anyway(self, request: Request) -> bool:
+        """Whether all that can become of it now is that it joins its tenant's line."""
+        return not self._open and self._admits_all and self.ledger.waits(request.tenant)
 
     def arrive(self, request: Request, now: float) -> None:
         """A request comes in. It is queued, or refused; call ``turn`` afterwards."""

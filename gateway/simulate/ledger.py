@@ -73,6 +73,10 @@ class Ledger:
         shed = self.accounts[tenant].shed
         shed[reason] = shed.get(reason, 0) + 1
 
+    def waits(self, tenant: int) -> bool:
+        """Whether a job of it waits."""
+        return self._queued[tenant] > 0
+
     def queued(self, tenant: int) -> None:
         """One more job of it waits."""
         if not self._queued[tenant]:

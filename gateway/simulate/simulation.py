@@ -3,6 +3,7 @@
 Rules
 - Of events at one moment, ends of steps come before arrivals, and workers in their order.
 - Before anything is decided, every worker has reported the steps that are over by then (``SimulatedWorker.catch_up``).
+  Nothing is decided about a request that joins a line while every room is closed: it waits, whoever is asked.
 - ``observer(front, now)`` is called after every turn: tests look at what must hold at every instant.
 """
 
@@ -87,14 +88,17 @@ class Simulation:
                 self._end_steps(now)
             elif what == "arrival":
                 assert coming is not None
-                self._catch_up(now)
+                looked = not front.waits_anyway(coming)
+                if looked:
+                    self._catch_up(now)
                 seconds = self._clock.move(now)
                 same = coming.at
                 while coming is not None and coming.at == same:
                     front.arrive(coming, seconds)
                     count += 1
                     coming = next(requests, None)
-                self._turn(now)
+                if looked:
+                    self._turn(now)
             else:
                 expiry = front.next_expiry()
                 self._catch_up(now)

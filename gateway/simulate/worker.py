@@ -156,7 +156,7 @@ class SimulatedWorker:
                 else:
                     self._refused.append(last_output(sequence, [], []))
         self._begun = now
-        if self._coalesce and not mail:
+        if self._coalesce:
             steps, self._closes = self._stretch.length()
             steps += self._closes
             if steps > 1:

@@ -69,10 +69,17 @@ class Batching:
         """Whether the last step had budget for every running sequence."""
         return self._turn < 0
 
-    def blocked_until(self, head: Sequence) -> int:
-        """The step at which ``head``, who waits for blocks, is looked at again if none comes free; 0 when it is now."""
+    def passed(self, head: Sequence, first: int, last: int, available: int) -> None:
+        """Steps ``first`` to ``last`` were made without planning, while ``head`` waited for blocks: note when it would
+        have been looked at. ``available``: blocks after the first of them."""
         arrival, level, again = self._blocked
-        return again if arrival == head.arrival and self._roster.running and self._pool.available < level else 0
+        look = first if arrival != head.arrival or available >= level else max(first, again)
+        if look <= last:
+            self._blocked = (
+                head.arrival,
+                self._roster.level(head),
+                last - (last - look) % RECHECK_STEPS + RECHECK_STEPS,
+            )
 
     def _order(self) -> list[Sequence]:
         """Running sequences, starting after the one whose turn was last."""

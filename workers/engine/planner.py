@@ -143,9 +143,9 @@ class Planner:
         """Between steps, with no cancel on its way, and every running sequence gets a token in every step."""
         return self._open is None and not self._cancels and self._batching.in_turn and not self._commit.dry
 
-    def blocked_until(self, head: Sequence) -> int:
-        """The step at which the head of the line, which waits for blocks, is looked at again at the latest; 0: now."""
-        return self._batching.blocked_until(head)
+    def passed(self, head: Sequence, first: int, last: int, available: int) -> None:
+        """Steps were made without planning, while ``head`` waited for blocks (``Batching.passed``)."""
+        self._batching.passed(head, first, last, available)
 
     def publish(self, sequence: Sequence, full: int) -> None:
         """Register the first ``full`` blocks of a running sequence, all computed (``commit`` does it by itself)."""

@@ -136,6 +136,11 @@ class Roster:
             return -1
         return self.pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged)
 
+    def level(self, sequence: Sequence) -> int:
+        """How many available blocks would let a waiting sequence in, if it hits nothing in the prefix cache and was
+        not preempted too often (``admit``), and nobody holds a promise."""
+        return -(-len(sequence.tokens) // self.limits.block_size) + len(self.running)
+
     def promise(self, sequence: Sequence) -> int:
         """Blocks that only this sequence may take."""
         return self._promises.get(sequence, 0)

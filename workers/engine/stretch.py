@@ -11,11 +11,12 @@ Rules
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 from workers.engine.outputs import output
 from workers.engine.planner import Planner
-from workers.engine.roster import Roster
+from workers.engine.roster import MAX_PREEMPTIONS, Roster
 from workers.engine.sequence import Sequence
 from workers.protocol import SequenceOutput
 
@@ -76,11 +77,14 @@ class Stretch:
         roster = planner.roster
         running = roster.running
         size = planner.limits.block_size
+        head = roster.waiting.head()
+        asks = planner.config.mode == "continuous" or roster.waiting.returned
         wanted = sorted(
             (index * size - sequence.computed, rank)
             for rank, sequence in enumerate(running)
             for index in range(len(sequence.blocks), -(-(sequence.computed + steps) // size))
         )
+        left = planner.pool.available - bisect_left(wanted, (1, 0))
         for _, rank in wanted:
             block = roster.grow(running[rank])
             if block < 0:
@@ -98,6 +102,8 @@ class Stretch:
                 planner.publish(sequence, full)
             if not silent:
                 outputs.append(output(sequence, tokens, []))
+        if head is not None and asks and roster.room(head) and len(running) < planner.config.max_step_tokens:
+            planner.passed(head, planner.step + 1, planner.step + steps, left)
         planner.step += steps
         return outputs
 
@@ -112,8 +118,18 @@ class Stretch:
             return MAX_STEPS
         if config.mode == "static" and not roster.waiting.returned:
             return MAX_STEPS
-        # A head with prefix keys may find its blocks among those that are published meanwhile.
-        return planner.blocked_until(head) - 1 - planner.step if head.chain is None else 0
+        return MAX_STEPS if self._blocked(head) else 0
+
+    def _blocked(self, head: Sequence) -> bool:
+        """Whether the head of the line waits for blocks; then it goes on waiting, since only fewer come to be there.
+
+        One with prefix keys may find its blocks among those that are published meanwhile, and promises shift what is
+        there for whom: not said of these.
+        """
+        roster = self._planner.roster
+        if head.chain is not None or head.preemptions >= MAX_PREEMPTIONS or roster.promised:
+            return False
+        return self._planner.pool.available < roster.level(head)
 
     def _affordable(self, steps: int) -> int:
         """The largest number up to ``steps`` for which nobody has to give way."""
