@@ -1,4 +1,4 @@
-"""What an operator may do from the console: purge, drain, end a request, check and swap policies, reload.
+"""What an operator may do from the console: purge, drain, end a request, check, try and swap policies, reload.
 
 Each action takes the form's fields and returns what came of it; refusals are ApiError. Every action is logged.
 """
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from gateway.service import Gateway
 
 _log = log.get("console")
+
+MAX_SHADOW_S = 86_400.0
 
 Fields = Mapping[str, str]
 
@@ -55,6 +57,8 @@ class Actions:
             "cancel": self._cancel,
             "check": self._check,
             "swap": self._swap,
+            "shadow": self._shadow,
+            "end_shadow": self._end_shadow,
             "reload": self._reload,
         }
 
@@ -134,9 +138,34 @@ class Actions:
             facts=(("Generation", str(current.generation)),),
         )
 
+    async def _shadow(self, fields: Fields) -> Result:
+        seconds = _seconds(fields.get("seconds", ""))
+        try:
+            kind, use = self._wanted(fields)
+            if kind != "scheduling":
+                raise bad_request("Only a scheduling policy can be tried in the shadow.", "kind")
+            await self._parts.runtime.try_in_shadow(use, seconds)
+        except PolicyConfigError as error:
+            return _mistaken(error.mistakes)
+        except ApiError:
+            raise
+        except Exception as error:
+            raise _failed(error) from error
+        return Result(
+            f"{use.use} watches every queue",
+            text=f"It decides nothing for {seconds:g} seconds, then takes over. See below what it would have done.",
+        )
+
+    async def _end_shadow(self, fields: Fields) -> Result:
+        trial = self._parts.runtime.trial
+        if trial is None or not trial.running:
+            raise ApiError(409, "No shadow run is under way.", type="invalid_request_error", code="no_shadow")
+        await self._parts.runtime.end_trial("the operator ended it")
+        return Result(f"{trial.use.use} watches no more", text="The policies in force stay as they are.")
+
     async def _reload(self, fields: Fields) -> Result:
         try:
-            await self._gateway.reload()
+            done = await self._gateway.reload()
         except ConfigErrors as error:
             return _mistaken([("", line) for line in str(error).splitlines()])
         except PolicyConfigError as error:
@@ -144,7 +173,14 @@ class Actions:
         except Exception as error:
             raise _failed(error) from error
         generation = self._parts.runtime.current.generation
-        return Result("The configuration file was read again", facts=(("Generation", str(generation)),))
+        return Result(
+            "The configuration file was read again",
+            facts=(
+                ("Generation", str(generation)),
+                ("In force now", ", ".join(done.changed) or "as before"),
+                ("After a restart", ", ".join(done.needs_restart) or "nothing more"),
+            ),
+        )
 
     def _wanted(self, fields: Fields) -> tuple[Kind, PolicyUse]:
         """The form's policy, with the live secrets where it has masks. Raises ApiError 400, PolicyConfigError."""
@@ -159,6 +195,17 @@ class Actions:
             raise PolicyConfigError("settings must be a mapping", mistakes=[("with", "must be a mapping, e.g. {}")])
         use = PolicyUse.model_validate({"use": fields.get("use", ""), "with": settings})
         return kind, policy_view.restored(kind, use, self._parts.runtime.current)
+
+
+def _seconds(text: str) -> float:
+    """How long a candidate watches. Raises ApiError 400."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= MAX_SHADOW_S:
+        raise bad_request(f"Say for how many seconds it watches: 1 to {MAX_SHADOW_S:.0f}.", "seconds")
+    return seconds
 
 
 def _mistaken(mistakes: Any) -> Result:

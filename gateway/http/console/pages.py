@@ -66,11 +66,14 @@ def _requests(gateway: Gateway, data: ConsoleData, query: QueryParams) -> Values
 
 
 def _policies(gateway: Gateway, data: ConsoleData, query: QueryParams) -> Values:
-    current = gateway.parts.runtime.current
+    runtime = gateway.parts.runtime
+    current, trial = runtime.current, runtime.trial
     return {
         "rows": policy_view.live(current, gateway.parts.registry),
         "generation": current.generation,
         "chosen": _kind(query),
+        "fallbacks": current.fallbacks,
+        "trial": None if trial is None else {"use": trial.use.use, "running": trial.running, **trial.as_json()},
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from playwright.async_api import Browser
 
+from gateway.settings import PolicyUse
 from tests.arch.source import ROOT
 from tests.gateway.console.browser import chromium, tab
 from tests.gateway.harness import Site, pool, running
@@ -78,7 +79,9 @@ async def main() -> None:
         env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
         async with running(Path(folder), SETTINGS, echo=Echo(step_s=0.03), env=env) as site, chromium() as browser:
             callers = [asyncio.create_task(ask(site, who, draw)) for who, many in CALLERS.items() for _ in range(many)]
-            await asyncio.sleep(TRAFFIC_S)
+            await asyncio.sleep(TRAFFIC_S - 15)
+            await site.gateway.parts.runtime.try_in_shadow(PolicyUse(use="fcfs"), 600)
+            await asyncio.sleep(15)
             await shoot(site, browser)
             for caller in callers:
                 caller.cancel()

@@ -22,6 +22,8 @@ ACTIONS = {
     "cancel": {"job": "0" * 24},
     "check": {"kind": "scheduling", "use": "fcfs", "with": ""},
     "swap": {"kind": "scheduling", "use": "vtc", "with": ""},
+    "shadow": {"kind": "scheduling", "use": "vtc", "with": "", "seconds": "1"},
+    "end_shadow": {"back": "/console"},
     "reload": {"back": "/console"},
 }
 

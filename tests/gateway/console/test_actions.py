@@ -118,6 +118,40 @@ async def test_a_swap_keeps_what_waits(shared: Site) -> None:
     await shared.at_rest()
 
 
+async def test_a_candidate_watches_and_then_takes_over(shared: Site) -> None:
+    """What it would have done is on the page while it watches; the operator can end it; else it is swapped in."""
+    runtime = shared.gateway.parts.runtime
+    wrong: dict[str, tuple[dict[str, str], int]] = {
+        "no time": ({"kind": "scheduling", "use": "fcfs", "seconds": "0"}, 400),
+        "no number": ({"kind": "scheduling", "use": "fcfs", "seconds": "a while"}, 400),
+        "no end": ({"kind": "scheduling", "use": "fcfs", "seconds": "inf"}, 400),
+        "wrong kind": ({"kind": "routing", "use": "round_robin", "seconds": "5"}, 400),
+        "mistake": ({"kind": "scheduling", "use": "vtc", "with": "x: 1", "seconds": "5"}, 422),
+    }
+    async with visitor(shared) as mine:
+        for what, (fields, status) in wrong.items():
+            assert (await mine.post("/console/actions/shadow", **fields)).status_code == status, what
+        assert (await mine.post("/console/actions/end_shadow")).status_code == 409
+        assert runtime.trial is None
+
+        begun = await mine.post("/console/actions/shadow", kind="scheduling", use="fcfs", seconds="60")
+        assert begun.status_code == 200, text(begun.text)
+        calls = [asyncio.create_task(shared.complete(who, max_tokens=4)) for who in ("alpha", "beta") * 8]
+        assert {(await call).status_code for call in calls} == {200}
+        page = text((await mine.get("/console/policies")).text)
+        assert "Shadow run of fcfs running" in page
+        assert "Dispatches 16" in page
+        assert "alpha 8" in page
+        assert (await mine.post("/console/actions/end_shadow")).status_code == 200
+        assert "cancelled" in text((await mine.get("/console/policies")).text)
+
+        await mine.post("/console/actions/shadow", kind="scheduling", use="fcfs", seconds="1")
+        await until(lambda: runtime.current.uses["scheduling"].use == "fcfs", "it took over")
+        await until(lambda: runtime.trial is not None and runtime.trial.state == "switched", "the trial says so")
+        assert "switched" in text((await mine.get("/console/policies")).text)
+    await shared.at_rest()
+
+
 async def test_a_masked_secret_stays_as_it_is(shared: Site) -> None:
     """The form shows no key; sent back unchanged it keeps the key; a mask with nothing behind it is a mistake."""
     async with visitor(shared) as mine:
@@ -171,7 +205,8 @@ async def test_reload_reads_the_file_or_says_why_not(start: Start, tmp_path: Pat
     path.write_text(yaml.safe_dump(launch))
     async with start(ready=False, config_path=path) as site, visitor(site) as mine:
         path.write_text(yaml.safe_dump({**launch, "tenants": [{"id": "gamma", "weight": 7}]}))
-        assert (await mine.post("/console/actions/reload")).status_code == 200
+        done = await mine.post("/console/actions/reload")
+        assert (done.status_code, "In force now tenants" in text(done.text)) == (200, True)
         assert "gamma" in (await mine.get("/console/tenants")).text
         path.write_text(yaml.safe_dump({**launch, "tenants": [{"id": "gamma", "wait": 7}]}))
         wrong = await mine.post("/console/actions/reload")

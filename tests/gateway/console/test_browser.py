@@ -195,6 +195,25 @@ async def test_policies_are_checked_and_swapped(browser: Browser, busy: Site) ->
         assert busy.gateway.parts.runtime.current.generation == generation + 1
 
 
+async def test_a_shadow_run_is_watched_and_stopped(browser: Browser, busy: Site) -> None:
+    async with tab(browser, busy) as opened:
+        await opened.open("/console/policies?kind=scheduling")
+        await opened.page.locator("#use").select_option("wfq")
+        await opened.page.locator("#with").fill("")
+        await opened.page.get_by_label("Or watch first for").fill("600")
+        await opened.page.get_by_role("button", name="Try in the shadow").click()
+        await opened.page.get_by_role("button", name="Go ahead").click()
+        await expect(opened.page.locator("#result")).to_contain_text("wfq watches every queue")
+        trial = opened.page.locator("#trial")
+        await expect(trial).to_contain_text("Shadow run of wfq")
+        await expect(trial).to_contain_text("running")
+        assert await opened.axe() == []
+        await opened.page.get_by_role("button", name="Stop watching").click()
+        await expect(trial).to_contain_text("cancelled")
+        assert busy.gateway.parts.runtime.trial is not None
+        assert not busy.gateway.parts.runtime.trial.running
+
+
 async def test_hostile_names_stay_text_in_the_browser(browser: Browser, busy: Site) -> None:
     """A dialog or a script error would be noted by the tab; the name is there to be read."""
     async with tab(browser, busy) as opened:
