@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,20 @@ def until(condition: Callable[[], Any], what: str, timeout: float = 30.0, every:
 class Server:
     """A running gateway with its workers."""
 
-    def __init__(self, folder: Path, changes: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        changes: Mapping[str, Any],
+        environment: Mapping[str, str],
+        flags: Sequence[str] = (),
+        jwt_key: str | None = KEY,
+    ) -> None:
         self.config = folder / "config.yaml"
         self.config.write_text(yaml.safe_dump(merged(BASE, changes)))
         self._log = folder / "log.txt"
         self._ready = folder / "ready.json"
         command = [sys.executable, "-m", "gateway.cli", "serve", str(self.config), "--ready-file", str(self._ready)]
+        command += flags
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "FOREBAY_JWT"))}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -91,7 +99,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
-                env={**clean, "FOREBAY_JWT_KEY": KEY, **environment},
+                env={**clean, **({"FOREBAY_JWT_KEY": jwt_key} if jwt_key else {}), **environment},
             )
         self.info: dict[str, Any] = {}
         self._clients: list[openai.OpenAI] = []
@@ -182,10 +190,18 @@ def token(tenant: str, key: str = KEY, **claims: Any) -> str:
 
 @contextmanager
 def serving(
-    folder: Path, changes: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+    folder: Path,
+    changes: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    *,
+    flags: Sequence[str] = (),
+    jwt_key: str | None = KEY,
 ) -> Iterator[Server]:
-    """A server whose listeners are open; ended, with its workers, whatever happens."""
-    server = Server(folder, changes or {}, environment or {})
+    """A server whose listeners are open; ended, with its workers, whatever happens.
+
+    ``flags``: more options of ``serve``. ``jwt_key``: the key in its environment; None: none.
+    """
+    server = Server(folder, changes or {}, environment or {}, flags, jwt_key)
     try:
         server.wait_up()
         yield server
