@@ -1,0 +1,187 @@
+"""Times a model's steps on this machine and fits the simulator's step time to them.
+
+Rules
+- The real engine over the real runner, stepped by the caller: a step's time is all of it, planning and bookkeeping too.
+- Steps of many shapes: lone and many decodes, prompts alone and beside decodes, short and long contexts. The first round
+  warms up and is not counted.
+- Least squares of the relative error, so that short steps count as much as long ones; no figure is negative. Outliers
+  (another process took the processor) are left out: per shape of step, the median counts.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from workers.config import EngineConfig
+    from workers.engine.plan import Runner, StepPlan, StepResult
+    from workers.model.loading import LoadedModel
+
+NAMES = ("base", "per_decode", "per_prefill_token", "per_context_token")
+BATCHES = (1, 2, 4, 8, 16)
+PROMPTS = (16, 64, 160)
+OUTPUT = 24
+_CONTEXT_BUCKET = 512
+"""Steps whose attended positions differ by less are of one shape."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One step: what it computed and how long it took."""
+
+    decodes: int
+    prefill: int
+    attended: int
+    seconds: float
+
+    @classmethod
+    def of(cls, plan: StepPlan, seconds: float) -> Sample:
+        """From the step's plan."""
+        decodes = sum(chunk.is_decode for chunk in plan.chunks)
+        attended = sum(chunk.count * chunk.start + chunk.count * (chunk.count + 1) // 2 for chunk in plan.chunks)
+        return cls(decodes, plan.tokens - decodes, attended, seconds)
+
+
+class Watched:
+    """A runner that remembers its last plan."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.plan: StepPlan | None = None
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """As the runner does."""
+        self.plan = plan
+        return self._runner.run(plan)
+
+    def zero_blocks(self, blocks: list[int]) -> None:
+        """As the runner does."""
+        self._runner.zero_blocks(blocks)
+
+
+def calibrate(model: str, *, say: Say = lambda line: None, config: EngineConfig | None = None) -> dict[str, Any]:
+    """Load ``model``, time it, fit. Raises ModelStoreError, ValueError."""
+    from workers.config import EngineConfig
+    from workers.model.loading import load
+
+    config = config or EngineConfig(max_step_tokens=256, max_running=max(BATCHES), prefix_cache=False)
+    say(f"Loading {model} …")
+    loaded = load(model, config)
+    say("Timing its steps …")
+    samples = measure(loaded, config)
+    found = fit(samples)
+    return {
+        "step_ms": {name: float(f"{value * 1e3:.6g}") for name, value in zip(NAMES, found, strict=True)},
+        "error_percent": round(100 * error(samples, found), 2),
+        "samples": len(samples),
+        "model": model,
+        "device": loaded.device,
+        "dtype": loaded.dtype,
+        "attention": loaded.attention,
+        "machine": platform.machine(),
+    }
+
+
+def measure(loaded: LoadedModel, config: EngineConfig, *, rounds: int = 2) -> list[Sample]:
+    """Run many shapes of steps; the samples of all rounds but the first."""
+    from workers.engine.loop import Engine
+    from workers.protocol import Generate, SamplingParams
+
+    runner = Watched(loaded.runner)
+    engine = Engine(
+        config,
+        runner,
+        blocks=loaded.blocks,
+        max_context=loaded.max_context,
+        revision=loaded.revision,
+        eos_ids=loaded.eos_ids,
+        on_outputs=lambda outputs: None,
+        vocab_size=loaded.vocab_size,
+    )
+    rng = Random(1)  # noqa: S311 - token ids to time, no secret
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    samples: list[Sample] = []
+    number = 0
+    for turn in range(rounds + 1):
+        for batch in BATCHES:
+            for prompt in PROMPTS:
+                for _ in range(batch):
+                    number += 1
+                    tokens = [rng.randrange(loaded.vocab_size) for _ in range(prompt)]
+                    engine.submit(Generate(str(number), tokens, OUTPUT, params))
+                steps = _drain(engine.step, runner)
+                if turn:
+                    samples.extend(steps)
+    engine.stop()
+    return samples
+
+
+def _drain(step: Callable[[], bool], runner: Watched) -> list[Sample]:
+    samples = []
+    while True:
+        runner.plan = None
+        began = time.perf_counter()
+        busy = step()
+        took = time.perf_counter() - began
+        if runner.plan is not None:
+            samples.append(Sample.of(runner.plan, took))
+        if not busy:
+            return samples
+
+
+def shapes(samples: list[Sample]) -> list[Sample]:
+    """One sample per shape of step, with the median time of its like."""
+    alike: dict[tuple[int, int, int], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        alike[sample.decodes, sample.prefill, sample.attended // _CONTEXT_BUCKET].append(sample)
+    return [
+        Sample(
+            group[0].decodes,
+            group[0].prefill,
+            round(median(sample.attended for sample in group)),
+            median(sample.seconds for sample in group),
+        )
+        for group in alike.values()
+    ]
+
+
+def fit(samples: list[Sample]) -> list[float]:
+    """Seconds per step, decode, prompt token and attended position. Raises ValueError without samples."""
+    if not samples:
+        raise ValueError("no step was timed")
+    typical = shapes(samples)
+    seconds = np.array([sample.seconds for sample in typical])
+    rows = _features(typical) / seconds[:, None]
+    use = list(range(len(NAMES)))
+    found = np.zeros(len(NAMES))
+    while use:
+        solution = np.linalg.lstsq(rows[:, use], np.ones(len(typical)), rcond=None)[0]
+        if (solution >= 0).all():
+            found[use] = solution
+            break
+        # What comes out negative costs nothing that can be told from the rest.
+        use = [name for name, value in zip(use, solution, strict=True) if value >= 0]
+    return [float(value) for value in found]
+
+
+def error(samples: list[Sample], found: list[float]) -> float:
+    """Mean relative error over the shapes."""
+    typical = shapes(samples)
+    seconds = np.array([sample.seconds for sample in typical])
+    return float(np.abs(_features(typical) @ np.array(found) / seconds - 1).mean())
+
+
+def _features(samples: list[Sample]) -> NDArray[np.float64]:
+    return np.array([[1, s.decodes, s.prefill, s.attended] for s in samples], dtype=np.float64)
