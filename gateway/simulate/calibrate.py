@@ -2,8 +2,8 @@
 
 Rules
 - The real engine over the real runner, stepped by the caller: a step's time is all of it, planning and bookkeeping too.
-- Steps of many shapes: lone and many decodes, prompts alone and beside decodes, short and long contexts. The first round
-  warms up and is not counted.
+- Steps of many shapes: lone and many decodes, prompts alone and beside decodes, short and long contexts. The first
+  round warms up and is not counted.
 - Least squares of the relative error, so that short steps count as much as long ones; no figure is negative. Outliers
   (another process took the processor) are left out: per shape of step, the median counts.
 """
