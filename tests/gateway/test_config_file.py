@@ -87,8 +87,7 @@ def test_all_mistakes_come_at_once_with_path_line_and_remedy(tmp_path: Path) -> 
     )
     assert found == [
         "listen.prot (line 1): unknown key; did you mean 'port'? (known: host, max_body_bytes, max_connections, port)",
-        "classes.interactive.priority (line 3): write a number, not text"
-        ", got 'high'",
+        "classes.interactive.priority (line 3): write a number, not text, got 'high'",
         "tenants[0].limits.concurent (line 5): unknown key; did you mean 'concurrent'? (known: concurrent, "
         "max_context_tokens, max_output_tokens, requests_per_minute, tokens_per_minute)",
         "tenants[0].id (line 5): String should match pattern '^[A-Za-z0-9][A-Za-z0-9._:@-]*$', got 'a b'",
