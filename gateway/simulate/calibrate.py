@@ -59,11 +59,16 @@ class Watched:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.plan: StepPlan | None = None
+        self._plan: StepPlan | None = None
+
+    def take(self) -> StepPlan | None:
+        """The plan that ran since the last call, if any."""
+        plan, self._plan = self._plan, None
+        return plan
 
     def run(self, plan: StepPlan) -> StepResult:
         """As the runner does."""
-        self.plan = plan
+        self._plan = plan
         return self._runner.run(plan)
 
     def zero_blocks(self, blocks: list[int]) -> None:
@@ -131,12 +136,12 @@ def measure(loaded: LoadedModel, config: EngineConfig, *, rounds: int = 2) -> li
 def _drain(step: Callable[[], bool], runner: Watched) -> list[Sample]:
     samples = []
     while True:
-        runner.plan = None
         began = time.perf_counter()
         busy = step()
         took = time.perf_counter() - began
-        if runner.plan is not None:
-            samples.append(Sample.of(runner.plan, took))
+        plan = runner.take()
+        if plan is not None:
+            samples.append(Sample.of(plan, took))
         if not busy:
             return samples
 

@@ -200,11 +200,11 @@ class Front:
         room = fitting[decision.worker]
         handle = self._by_name[decision.worker]
         request = self._waiting.pop(job.id)
-        handle.send(self._workload.generate(request, job))
         footprint = self._paces[handle.name].footprint(job.prompt_tokens, job.max_tokens)
         load = Load(job.prompt_tokens, 1, started=False, footprint=footprint, sent_step=handle.step)
         flight = Flight(request, job, handle, load, Meter(job.prompt_tokens, 1))
         self._flights[job.id] = self._at[handle.name][job.id] = flight
+        handle.send(self._workload.generate(request, job))
         room.take(job, 1, suspect=False)
         self.dispatched += 1
         self.ledger.left(request.tenant)
