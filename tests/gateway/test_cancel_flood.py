@@ -65,5 +65,5 @@ async def test_whoever_leaves_when_nobody_is_told_of_an_internal_error(
     # Of those who left only the log tells: none was taken for a fault of ours.
     told = [line for line in capsys.readouterr().out.splitlines() if " request " in line]
     assert len(told) > REQUESTS * 0.9, "the log is not where this test looks"
-    assert sum("outcome=cancelled" in line for line in told) > REQUESTS * LEAVE / 2
+    assert sum("outcome=cancelled" in line for line in told) > REQUESTS * LEAVE / 10  # the others were refused before
     assert not [line for line in told if "status=500" in line or "reason=internal" in line or "[error" in line]
