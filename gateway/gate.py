@@ -2,7 +2,8 @@
 
 Rules
 - The gate is what this gateway itself sent and has not seen end, against the worker's ``max_running``. The worker's own
-  line may hold ``MAX_WAITING`` jobs, to bridge the way there and back; so the engine is never idle while jobs queue.
+  line may hold ``MAX_WAITING`` jobs, to bridge the way there and back: the slot that comes free next is taken at once.
+  No more than one, since whoever is next here waits behind them: with one it runs when two running jobs have ended.
 - A job starts in the worker's next step while that step has token budget left: those beyond it would wait there, so
   they count against the line. A worker that reports a line of its own gets no more than fills that line: what was
   sent in the last two steps is not in its report yet and counts on top.
@@ -30,7 +31,7 @@ from policies.types import Job, WorkerView
 if TYPE_CHECKING:
     from gateway.worker_handle import WorkerHandle
 
-MAX_WAITING = 2
+MAX_WAITING = 1
 
 
 @dataclass(slots=True)

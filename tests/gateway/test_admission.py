@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from gateway.gate import MAX_WAITING
 from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Site, pool, until
 from tests.gateway.test_dispatch import OPEN, backlog, drop
@@ -108,9 +109,10 @@ async def test_what_is_refused_may_run_on_the_fallback_model(start: Start) -> No
         small = site.gateway.parts.dispatchers["small"]
         await until(lambda: small.ready, "both models", 20)
         calls: list[asyncio.Task[Any]] = []
-        for tenant, queued in (("alpha", 0), ("alpha", 3), ("beta", 6)):
-            calls += [asyncio.create_task(site.complete(tenant, max_tokens=400)) for _ in range(3)]
-            await until(lambda: (site.dispatcher.in_flight, len(site.dispatcher.queue)) == (3, queued), "they are in")  # noqa: B023
+        full = 1 + MAX_WAITING
+        for tenant, count, queued in (("alpha", full, 0), ("alpha", 3, 3), ("beta", 3, 6)):
+            calls += [asyncio.create_task(site.complete(tenant, max_tokens=400)) for _ in range(count)]
+            await until(lambda: (site.dispatcher.in_flight, len(site.dispatcher.queue)) == (full, queued), "in")  # noqa: B023
         answer = await site.complete(max_tokens=4)
         assert answer.status_code == 200
         assert answer.headers["x-forebay-fallback-model"] == "small"

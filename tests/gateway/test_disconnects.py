@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.gate import MAX_WAITING
 from policies.types import Usage
 from tests.gateway.harness import Settlements, Site, pool, tickets, until
 from workers.testing import Echo
@@ -27,8 +28,8 @@ async def test_a_caller_that_leaves_leaves_nothing_behind(shared: Site, where: s
     stats = dispatcher.workers[0]
     occupants = []
     if where == "queue":
-        occupants = [asyncio.create_task(shared.complete("beta", max_tokens=1000)) for _ in range(3)]
-        await until(lambda: dispatcher.in_flight == 3, "the worker and its line are full")
+        occupants = [asyncio.create_task(shared.complete("beta", max_tokens=1000)) for _ in range(1 + MAX_WAITING)]
+        await until(lambda: dispatcher.in_flight == 1 + MAX_WAITING, "the worker and its line are full")
     prompt = [5] * (1600 if where == "prefill" else 16)  # a hundred steps of 16 tokens
     call = asyncio.create_task(shared.complete(prompt=prompt, max_tokens=1000, stream=stream))
     if where == "queue":

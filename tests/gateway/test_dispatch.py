@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gateway.gate import MAX_WAITING
 from gateway.pool import WorkerState
 from gateway.settings import PolicyUse
 from policies.spi import NoConfig, PolicySpec, hookimpl
@@ -77,7 +78,7 @@ async def shares(start: Start, scheduling: str) -> float:
         await until(lambda: sum(served().values()) > 3000, "3,000 tokens", 30)
         got, line = dict(served()), site.dispatcher.queue.backlog()
         assert set(line) == {TenantId("light"), TenantId("heavy")}, "both must still be backlogged"
-        assert max(samples.waiting) <= 2
+        assert max(samples.waiting) <= MAX_WAITING
         await drop(calls)
     return got[TenantId("light")] / sum(got.values())
 
@@ -94,14 +95,14 @@ async def test_fcfs_does_not(start: Start) -> None:
 
 @pytest.mark.parametrize("prompt", [4, 200], ids=["short prompts", "long prompts"])
 async def test_the_backlog_stays_here(start: Start, prompt: int) -> None:
-    """engine J1, issue 2: flooded, the engine's own line is never longer than two, and its slots are full."""
+    """engine J1, issue 2: flooded, the engine's own line is never longer than allowed, and its slots are full."""
     changes = {"models": [pool(max_running=8, max_step_tokens=64, blocks=400)], "policies": OPEN}
     async with start(changes, echo=Echo(step_s=0.005)) as site:
         samples = Samples(site)
         calls = await backlog(site, {"alpha": 90}, prompt=[5] * prompt, max_tokens=20)
         answers = await asyncio.gather(*calls)
         assert {answer.status_code for answer in answers} == {200}
-    assert max(samples.waiting) <= 2
+    assert max(samples.waiting) <= MAX_WAITING
     assert max(samples.queued) > 50
     assert max(samples.running) == 8
 
@@ -114,7 +115,7 @@ async def test_scarce_blocks_keep_the_backlog_here_too(start: Start) -> None:
         calls = await backlog(site, {"alpha": 60}, prompt=[5] * 56, max_tokens=8)  # four blocks each, to the end
         assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
         await site.at_rest()
-    assert max(samples.waiting) <= 2
+    assert max(samples.waiting) <= MAX_WAITING
 
 
 async def test_no_slot_stays_empty_while_jobs_wait(start: Start) -> None:
@@ -375,10 +376,10 @@ async def test_a_class_is_lowered_never_raised_and_runs_in_its_own_pool(start: S
 async def test_the_admin_view_of_the_queue(start: Start) -> None:
     changes = {"models": [pool(max_running=1)], "policies": OPEN}
     async with start(changes, echo=Echo(step_s=0.02)) as site:
-        calls = await backlog(site, {"alpha": 6}, max_tokens=50)
-        await until(lambda: site.dispatcher.in_flight == 3, "full")
+        calls = await backlog(site, {"alpha": 4 + MAX_WAITING}, max_tokens=50)
+        await until(lambda: site.dispatcher.in_flight == 1 + MAX_WAITING, "full")
         view = site.dispatcher.snapshot(limit=2)
-        assert (view["model"], view["queued"], view["running"], view["workers_ready"]) == (MODEL, 3, 3, 1)
+        assert (view["model"], view["queued"], view["running"], view["workers_ready"]) == (MODEL, 3, 1 + MAX_WAITING, 1)
         assert view["tenants"]["alpha"]["queued"] == 3
         assert len(view["jobs"]) == 2
         assert view["jobs"][0]["prompt_tokens"] == 4

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from gateway import gate
 from gateway.gate import Load, Room, fill
 from policies.queue import Dispatch, JobQueue
 from policies.scheduling.fcfs import FcfsScheduler
@@ -77,8 +80,9 @@ def test_a_held_job_that_can_run_nowhere_any_more_holds_nobody() -> None:
     assert list(turn.run()) == ["b"]
 
 
-def test_a_worker_with_a_line_gets_what_fills_it_however_many_turns_there_are() -> None:
-    """Its report of step 7 shows one in line; what is sent afterwards is in no report before that of step 9."""
+def test_a_worker_with_a_line_gets_what_fills_it_however_many_turns_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its report of step 7 shows one of two in line; what is sent afterwards is in no report before that of step 9."""
+    monkeypatch.setattr(gate, "MAX_WAITING", 2)
     view = WorkerView("w", "m", "p", max_running=8, waiting=1, free_blocks=50, total_blocks=100, block_size=16)
     loads = [Load(0, 1, started=True)]
     sent = []

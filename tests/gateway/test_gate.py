@@ -35,10 +35,11 @@ def taken(room: Room, what: Job, limit: int = 1000) -> int:
     return count
 
 
-def test_slots_and_a_line_of_two() -> None:
+def test_slots_and_a_line() -> None:
     assert taken(Room.of(view(), [], 512, stale=False), job()) == 4 + MAX_WAITING
     assert taken(Room.of(view(), running(4), 512, stale=False), job()) == MAX_WAITING
     assert taken(Room.of(view(), running(6), 512, stale=False), job()) == 0, "two of six were preempted: they wait"
+    assert MAX_WAITING == 1, "more, and a victim of a flood waits for more than two slots (tests/e2e/test_fairness.py)"
 
 
 def test_prompts_beyond_the_next_steps_budget_count_as_waiting() -> None:
@@ -49,7 +50,7 @@ def test_prompts_beyond_the_next_steps_budget_count_as_waiting() -> None:
 
 
 def test_a_reported_line_is_filled_up_and_no_more() -> None:
-    assert taken(Room.of(view(waiting=1), running(1), 512, stale=False), job()) == 1
+    assert taken(Room.of(view(waiting=MAX_WAITING), running(1), 512, stale=False), job()) == 0
     assert taken(Room.of(view(waiting=2), running(1), 512, stale=False), job()) == 0
     assert taken(Room.of(view(waiting=2), running(1), 512, stale=True), job()) == 3 + MAX_WAITING, "stale: not believed"
 
@@ -93,8 +94,8 @@ def test_one_suspect_at_a_time() -> None:
 def test_choices_need_their_slots_together() -> None:
     room = Room.of(view(), running(2), 512, stale=False)
     assert room.fits(job(), 2, suspect=False)
-    assert room.fits(job(), 4, suspect=False), "in the line"
-    assert not room.fits(job(), 5, suspect=False)
+    assert room.fits(job(), 2 + MAX_WAITING, suspect=False), "in the line"
+    assert not room.fits(job(), 3 + MAX_WAITING, suspect=False)
 
 
 @given(

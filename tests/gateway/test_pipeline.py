@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.gate import MAX_WAITING
 from policies.spi import AuthError, NoConfig, PolicySpec, PolicyUnavailableError, hookimpl
 from policies.types import JobEvent, JobId, Principal, QuotaDecision, Transition, Usage
 from tests.gateway.conftest import Start
@@ -58,8 +59,8 @@ async def test_a_wait_that_runs_out_is_429_with_workers_and_503_without(start: S
     """gateway B9: busy and dead are told apart."""
     changes = {"models": [pool(max_running=1)], "classes": {"interactive": {"priority": 1, "max_wait_s": 0.3}}}
     async with start(changes, echo=Echo(step_s=0.05)) as site:
-        busy = [asyncio.create_task(site.complete(max_tokens=60)) for _ in range(3)]
-        await until(lambda: site.dispatcher.in_flight == 3, "the worker is busy")
+        busy = [asyncio.create_task(site.complete(max_tokens=60)) for _ in range(1 + MAX_WAITING)]
+        await until(lambda: site.dispatcher.in_flight == 1 + MAX_WAITING, "the worker is busy")
         waited = await site.complete()
         assert waited.status_code == 429
         assert waited.json()["error"]["code"] == "queue_timeout"
