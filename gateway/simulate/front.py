@@ -25,8 +25,9 @@ from gateway.simulate.workload import Request, Workload
 from gateway.worker_handle import WorkerHandle
 from policies.admission.open import OpenAdmission
 from policies.queue import Dispatch, JobQueue
+from policies.quota.unlimited import UnlimitedQuota
 from policies.spi import AdmissionPolicy, Kind, QuotaPolicy, RoutingPolicy, SchedulingPolicy
-from policies.types import Charge, Job, JobId
+from policies.types import Charge, Job, JobId, Usage
 from workers.protocol import SequenceOutput, StepOutputs
 
 T = TypeVar("T")
@@ -69,7 +70,8 @@ class Front:
         self.dispatched = 0
         self._admission = cast(AdmissionPolicy, build("admission", scenario.admission))
         self._admits_all = isinstance(self._admission, OpenAdmission)
-        self._quota = cast(QuotaPolicy, build("quota", scenario.quota))
+        quota = cast(QuotaPolicy, build("quota", scenario.quota))
+        self._quota = None if isinstance(quota, UnlimitedQuota) else quota
         self._routing = cast(RoutingPolicy, build("routing", scenario.routing))
         self._workload = workload
         self._handles: list[WorkerHandle] = []
@@ -80,6 +82,8 @@ class Front:
         self._at: dict[str, dict[str, Flight]] = {}
         self._open = True
         """False while every room is closed: only a report opens one."""
+        self._rooms: list[Room] = []
+        """As the last turn left them; none when a worker has reported since."""
         self._answers = Answers()
         self._paces: dict[str, Pace] = {}
 
@@ -104,14 +108,9 @@ class Front:
         ledger, tenant = self.ledger, request.tenant
         ledger.accounts[tenant].arrived += 1
         job = self._workload.job(request)
-        snapshot = self.queue.snapshot(job.tenant, weight=job.weight, workers_ready=len(self._handles))
-        admission = self._admission.check(job, snapshot, now)
-        if not admission.admitted:
-            ledger.refused(tenant, admission.reason or "not_admitted")
-            return
-        quota = at_once(self._quota.reserve(job, now))
-        if not quota.admitted:
-            ledger.refused(tenant, quota.limit or "quota")
+        refusal = self._refusal(job, now)
+        if refusal is not None:
+            ledger.refused(tenant, refusal)
             return
         self.queue.offer(job, now)
         self._waiting[job.id] = request
@@ -122,10 +121,17 @@ class Front:
         queue = self.queue
         for job in queue.expire(now):
             self._expired(job, now)
-        if len(queue) and (self._open or any(handle.is_stale(now) for handle in self._handles)):
+        if not len(queue):
+            return
+        rooms = self._rooms
+        # A room keeps count of what is sent to it, so it holds until its worker has news or is silent for too long.
+        if not rooms or any(handle.is_stale(now) for handle in self._handles):
+            rooms = self._rooms = [self._room(handle, now) for handle in self._handles if handle.available(now)]
+            self._open = True
+        if self._open:
             self._open = fill(
                 queue,
-                [self._room(handle, now) for handle in self._handles if handle.available(now)],
+                rooms,
                 now,
                 claim=_claim,
                 could_fit=_could_fit,
@@ -135,6 +141,7 @@ class Front:
     def report(self, handle: WorkerHandle, outputs: StepOutputs, now: float) -> None:
         """A worker's news. Call ``turn`` afterwards."""
         handle.received(outputs)
+        self._rooms = []
         self._open = True
         flights, take, charge, served = self._flights, self._take, self.queue.charge, self.ledger.served
         decodes: dict[int, Charge] = {}
@@ -177,6 +184,23 @@ class Front:
         jobs = self.queue.queued_jobs() if held is None else [held]
         return any(room.fits(job, 1, suspect=False) for job in jobs for room in rooms)
 
+    def _refusal(self, job: Job, now: float) -> str | None:
+        """What admission or quota has against it. Those that refuse nobody are not asked."""
+        if not self._admits_all:
+            snapshot = self.queue.snapshot(job.tenant, weight=job.weight, workers_ready=len(self._handles))
+            admission = self._admission.check(job, snapshot, now)
+            if not admission.admitted:
+                return admission.reason or "not_admitted"
+        if self._quota is not None:
+            quota = at_once(self._quota.reserve(job, now))
+            if not quota.admitted:
+                return quota.limit or "quota"
+        return None
+
+    def _settle(self, job: Job, usage: Usage, now: float) -> None:
+        if self._quota is not None:
+            at_once(self._quota.settle(job.id, usage, now))
+
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _room(self, handle: WorkerHandle, now: float) -> Room:
@@ -192,13 +216,8 @@ class Front:
 
     def _send(self, dispatch: Dispatch, rooms: list[Room], now: float) -> None:
         job = dispatch.job
-        if len(rooms) == 1:
-            fitting = {rooms[0].view.name: rooms[0]}
-        else:
-            fitting = {room.view.name: room for room in rooms if room.fits(job, 1, suspect=False)}
-        decision = self._routing.choose(job, [room.view for room in fitting.values()], now)
-        room = fitting[decision.worker]
-        handle = self._by_name[decision.worker]
+        room = rooms[0] if len(self._handles) == 1 else self._route(job, rooms, now)
+        handle = self._by_name[room.view.name]
         request = self._waiting.pop(job.id)
         footprint = self._paces[handle.name].footprint(job.prompt_tokens, job.max_tokens)
         load = Load(job.prompt_tokens, 1, started=False, footprint=footprint, sent_step=handle.step)
@@ -209,6 +228,10 @@ class Front:
         self.dispatched += 1
         self.ledger.left(request.tenant)
         self.ledger.accounts[request.tenant].waits.append(dispatch.waited_s)
+
+    def _route(self, job: Job, rooms: list[Room], now: float) -> Room:
+        fitting = {room.view.name: room for room in rooms if room.fits(job, 1, suspect=False)}
+        return fitting[self._routing.choose(job, [room.view for room in fitting.values()], now).worker]
 
     def _take(self, flight: Flight, output: SequenceOutput, now: float) -> None:
         produced = output.output_tokens
@@ -236,7 +259,7 @@ class Front:
     def _finish(self, flight: Flight, output: SequenceOutput, now: float, charge: Charge) -> None:
         job = flight.job
         usage = self.queue.finish(job.id, charge, now)
-        at_once(self._quota.settle(job.id, usage, now))
+        self._settle(job, usage, now)
         del self._flights[job.id]
         del self._at[flight.handle.name][job.id]
         account = self.ledger.accounts[flight.request.tenant]
@@ -250,7 +273,7 @@ class Front:
 
     def _expired(self, job: Job, now: float) -> None:
         request = self._waiting.pop(job.id)
-        at_once(self._quota.settle(job.id, Meter(0, 1).usage, now))
+        self._settle(job, Usage(), now)
         self.ledger.left(request.tenant)
         self.ledger.refused(request.tenant, "queue_timeout")
 
