@@ -360,7 +360,7 @@ class Dispatcher:
         """Ask the routing policy; one that fails or names nobody is replaced by the worker with least in flight."""
         job = ticket.job
         span = ticket.trace.begin("route")
-        fitting = {room.view.name: room for room in rooms if room.fits(job, ticket.choices, suspect=ticket.suspect)}
+        fitting = {room.reported.name: room for room in rooms if room.fits(job, ticket.choices, suspect=ticket.suspect)}
         try:
             decision = self._routing().choose(job, [room.view for room in fitting.values()], now)
             room = fitting[decision.worker]
@@ -368,7 +368,7 @@ class Dispatcher:
             _log.error("routing_failed", model=self.model.name, failure=log.describe(error))
             self._desk.monitor.fault("routing")
             room = min(fitting.values(), key=lambda room: room.view.inflight)
-            decision = RouteDecision(room.view.name, "load")
+            decision = RouteDecision(room.reported.name, "load")
         span.set(attributes.routed(decision, len(fitting)))
         span.end()
         return room, decision

@@ -62,7 +62,8 @@ Claim = tuple[int, bool]
 class Room:
     """One worker's room in this turn."""
 
-    view: WorkerView
+    reported: WorkerView
+    """The worker as it was when the turn began."""
     slots: int
     """Choices it can still run at once."""
     budget: int
@@ -76,6 +77,9 @@ class Room:
     pace: Pace | None = None
     longest: int | None = None
     """Most tokens of prompt + output of one choice there; None: not known, and not asked."""
+    sent: int = 0
+    """Choices sent there in this turn."""
+    sent_tokens: int = 0
 
     @classmethod
     def of(
@@ -115,7 +119,7 @@ class Room:
         if pace is not None:
             pace.begin(step, committed, view.total_blocks * view.block_size)
         return cls(
-            view=view,
+            reported=view,
             slots=slots,
             budget=budget,
             line=MAX_WAITING - waiting,
@@ -125,6 +129,18 @@ class Room:
             suspect=suspect,
             pace=pace,
             longest=longest,
+        )
+
+    @property
+    def view(self) -> WorkerView:
+        """The worker with what was sent in this turn, for the routing policy."""
+        if not self.sent:
+            return self.reported
+        return replace(
+            self.reported,
+            inflight=self.reported.inflight + self.sent,
+            inflight_tokens=self.reported.inflight_tokens + self.sent_tokens,
+            free_blocks=max(0, self.blocks),
         )
 
     @property
@@ -138,7 +154,7 @@ class Room:
 
     def matches(self, job: Job, choices: int = 1) -> bool:
         """Whether its pool carries the labels that the job needs and takes its class, and its context holds it."""
-        return takes(self.view.labels, self.view.classes, job) and holds(self.longest, job, choices)
+        return takes(self.reported.labels, self.reported.classes, job) and holds(self.longest, job, choices)
 
     def fits(self, job: Job, choices: int, *, suspect: bool) -> bool:
         """May ``job`` go there now?"""
@@ -160,12 +176,8 @@ class Room:
         else:
             self.line -= 1
         self.blocks -= self._need(job, choices)
-        self.view = replace(
-            self.view,
-            inflight=self.view.inflight + choices,
-            inflight_tokens=self.view.inflight_tokens + job.total_tokens,
-            free_blocks=max(0, self.blocks),
-        )
+        self.sent += choices
+        self.sent_tokens += job.total_tokens
         self.idle = False
         self.suspect = self.suspect or suspect
         if self.pace is not None:
@@ -175,7 +187,7 @@ class Room:
         return choices <= self.slots and self.budget > 0
 
     def _need(self, job: Job, choices: int) -> int:
-        return -(-(job.prompt_tokens + 1) // self.view.block_size) + choices - 1
+        return -(-(job.prompt_tokens + 1) // self.reported.block_size) + choices - 1
 
 
 def fill(

@@ -217,7 +217,7 @@ class Front:
     def _send(self, dispatch: Dispatch, rooms: list[Room], now: float) -> None:
         job = dispatch.job
         room = rooms[0] if len(self._handles) == 1 else self._route(job, rooms, now)
-        handle = self._by_name[room.view.name]
+        handle = self._by_name[room.reported.name]
         request = self._waiting.pop(job.id)
         footprint = self._paces[handle.name].footprint(job.prompt_tokens, job.max_tokens)
         load = Load(job.prompt_tokens, 1, started=False, footprint=footprint, sent_step=handle.step)
@@ -230,7 +230,7 @@ class Front:
         self.ledger.accounts[request.tenant].waits.append(dispatch.waited_s)
 
     def _route(self, job: Job, rooms: list[Room], now: float) -> Room:
-        fitting = {room.view.name: room for room in rooms if room.fits(job, 1, suspect=False)}
+        fitting = {room.reported.name: room for room in rooms if room.fits(job, 1, suspect=False)}
         return fitting[self._routing.choose(job, [room.view for room in fitting.values()], now).worker]
 
     def _take(self, flight: Flight, output: SequenceOutput, now: float) -> None:

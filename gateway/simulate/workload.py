@@ -71,9 +71,8 @@ class Workload:
 
     def requests(self) -> Iterator[Request]:
         """Every request that arrives before the end, in order; of one moment, in the order of the tenants."""
-        return heapq.merge(
-            *(self._of(index, tenant) for index, tenant in enumerate(self._scenario.tenants)), key=attrgetter("at")
-        )
+        streams = [self._of(index, tenant) for index, tenant in enumerate(self._scenario.tenants)]
+        return heapq.merge(*streams, key=attrgetter("at")) if len(streams) > 1 else streams[0]
 
     def job(self, request: Request) -> Job:
         """As policies see it."""

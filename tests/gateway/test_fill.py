@@ -34,7 +34,7 @@ class Turn:
 
         def send(dispatch: Dispatch, rooms: list[Room]) -> None:
             fitting = [room for room in rooms if room.fits(dispatch.job, 1, suspect=False)]
-            sent[dispatch.job.id] = fitting[0].view.name
+            sent[dispatch.job.id] = fitting[0].reported.name
             fitting[0].take(dispatch.job, 1, suspect=False)
 
         fill(
