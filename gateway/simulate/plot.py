@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gateway.simulate.figures import Figures
+from gateway.simulate.figures import Figures, Floats
 
 MAX_LINES = 12
 """Tenants drawn; more are unreadable."""
@@ -49,24 +49,33 @@ def _service(axes: Any, figures: Figures, label: str) -> None:
 
 
 def _difference(axes: Any, figures: Figures, label: str) -> None:
-    """Between the most and the least served of those that are backlogged, service ÷ weight since the run began."""
+    """Between the most and the least served of those that are backlogged, counted from when they began to be so."""
     series = figures.series
-    level = series.service / series.weights
-    waits = np.array([[bool(mask >> i & 1) for i in range(level.shape[1])] for mask in series.masks])
-    several = waits.sum(axis=1) > 1
-    gap = np.full(len(level), np.nan)
-    if several.any():
-        most = np.where(waits, level, -np.inf).max(axis=1)
-        least = np.where(waits, level, np.inf).min(axis=1)
-        gap[several] = (most - least)[several]
-    keep = np.linspace(0, len(gap) - 1, min(len(gap), 4 * _POINTS)).astype(int)
-    axes.plot(series.times[keep], gap[keep], color="tab:red", linewidth=1)
+    moments, gaps = _accumulated(series.times, series.service / series.weights, series.masks)
+    keep = np.linspace(0, len(gaps) - 1, min(len(gaps), 4 * _POINTS)).astype(int)
+    axes.plot(moments[keep], gaps[keep], color="tab:red", linewidth=1)
     axes.set(
-        title=f"{label}: difference between backlogged tenants",
+        title=f"{label}: difference while both are backlogged",
         xlabel="seconds",
         ylabel="service ÷ weight",
+        xlim=(0, figures.run.elapsed_s),
         ylim=(0, None),
     )
+
+
+def _accumulated(times: Floats, level: Floats, masks: Sequence[int]) -> tuple[Floats, Floats]:
+    """Moments and differences; a common backlog begins anew whenever the set of backlogged tenants changes."""
+    gaps = np.full(len(times), np.nan)
+    start = 0
+    for row in range(1, len(times) + 1):
+        if row < len(times) and masks[row] == masks[start]:
+            continue
+        waiting = [i for i in range(level.shape[1]) if masks[start] >> i & 1]
+        if len(waiting) > 1:
+            since = level[start : row + 1][:, waiting] - level[start, waiting]
+            gaps[start : row + 1] = since.max(axis=1) - since.min(axis=1)
+        start = row
+    return times, gaps
 
 
 def _ttft(axes: Any, figures: Figures, label: str) -> None:
