@@ -382,7 +382,8 @@ async def test_what_outlasts_the_drain_is_told_so(start: Start) -> None:
             return await site.complete(max_tokens=2000, stream=True)
 
         calls = [asyncio.create_task(one()) for _ in range(6)]
-        await until(lambda: len(site.dispatcher.queue) == 2 and site.dispatcher.queue.running == 4, "full")
+        await until(lambda: site.dispatcher.queue.running == 2 + MAX_WAITING, "full")
+        await until(lambda: len(tickets(site)) == 6, "all are in")
         await until(lambda: sum(t.committed for t in tickets(site)) == 2, "two stream")
         await asyncio.wait_for(site.gateway.drain(), 3)
         answers = await asyncio.gather(*calls)
