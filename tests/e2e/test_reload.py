@@ -40,6 +40,7 @@ def test_reload_swaps_policies_and_tenants_or_changes_nothing(tmp_path: Path) ->
         server.config.write_text(yaml.safe_dump(changed))
         done = reload(server)
         assert done.returncode == 0, done.stderr
+        assert "In force now: policies.scheduling, tenants[newcomer]." in done.stderr
         assert scheduling(server) == "fcfs"
         # Known now; whether the model is loaded already does not matter here.
         assert server.post(QUESTION, "newcomer").status_code in {200, 503}
