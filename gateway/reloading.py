@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from gateway.settings import Settings
 
-RESTART = ("listen", "admin", "plugins", "models", "telemetry", "timeouts.step_stall_s")
+RESTART = ("listen", "admin", "state", "plugins", "models", "telemetry", "timeouts.step_stall_s")
 
 
 @dataclass(frozen=True, slots=True)

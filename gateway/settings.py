@@ -49,6 +49,13 @@ class Admin(Section):
     token_env: str | None = "FOREBAY_ADMIN_TOKEN"  # noqa: S105 - the variable's name
 
 
+class State(Section):
+    """What must outlive the process: tenants and keys made through the admin API, the audit log, a durable ledger."""
+
+    path: str | None = None
+    """A folder of this gateway's own, made with mode 0700; relative to the YAML, ``~`` is the home. null: none."""
+
+
 class PolicyUse(Section):
     """``{use: name, with: {...}}``; the policy's own config model validates ``with``."""
 
@@ -214,6 +221,7 @@ class Settings(Section):
 
     listen: Listen = Listen()
     admin: Admin = Admin()
+    state: State = State()
     plugins: tuple[str, ...] = ()
     policies: Policies
     queue: Queue = Queue()
