@@ -32,7 +32,7 @@ from workers.tokenizer import INLINE_CHARS, ChatTemplateError, EncodeError
 MAX_CHARS_PER_TOKEN = 16
 """A text longer than this many characters per token of context is refused unread; real text has 1 to 6."""
 MESSAGE_CHARS = 64
-"""What rendering one message costs, in characters of encoding."""
+"""What rendering one message costs, in characters of encoding: many empty ones belong into a thread, too."""
 
 AnyRequest = ChatRequest | CompletionRequest
 
@@ -221,7 +221,7 @@ class Intake:
     async def _encoded(
         self, request: AnyRequest, tokenizer: TextTokenizer, model: ServedModel, scope: CacheScope, context: _Context
     ) -> tuple[list[int], tuple[PrefixKey, ...]]:
-        chars, encode = _reader(request, tokenizer)
+        chars, messages, encode = _reader(request, tokenizer)
         context.refuse_text(chars, _param(request))
         block_size, revision = model.block_size, model.revision
 
@@ -234,7 +234,7 @@ class Intake:
             return tokens, tuple(PrefixKey(key) for key in keys)
 
         try:
-            if chars <= INLINE_CHARS:
+            if chars + MESSAGE_CHARS * messages <= INLINE_CHARS:
                 return work()
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except (ChatTemplateError, EncodeError) as error:
@@ -249,19 +249,18 @@ def _param(request: AnyRequest) -> str:
     return "messages" if isinstance(request, ChatRequest) else "prompt"
 
 
-def _reader(request: AnyRequest, tokenizer: TextTokenizer) -> tuple[int, Callable[[], list[int]]]:
-    """What encoding costs (in characters), and how it is done."""
+def _reader(request: AnyRequest, tokenizer: TextTokenizer) -> tuple[int, int, Callable[[], list[int]]]:
+    """How many characters and how many messages are to be encoded, and how it is done."""
     if isinstance(request, ChatRequest):
         # The templates of open models know "system"; "developer" is its newer name.
         messages = [
             {"role": "system" if m.role == "developer" else m.role, "content": m.content} for m in request.messages
         ]
-        chars = sum(len(m["content"]) for m in messages) + MESSAGE_CHARS * len(messages)
-        return chars, lambda: tokenizer.encode_chat(messages)
+        return sum(len(m["content"]) for m in messages), len(messages), lambda: tokenizer.encode_chat(messages)
     prompt = request.prompt
     if isinstance(prompt, str):
-        return len(prompt), lambda: tokenizer.encode_text(prompt)
-    return len(prompt), lambda: list(prompt)
+        return len(prompt), 0, lambda: tokenizer.encode_text(prompt)
+    return len(prompt), 0, lambda: list(prompt)
 
 
 @dataclass(frozen=True, slots=True)

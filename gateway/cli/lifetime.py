@@ -2,7 +2,9 @@
 
 Rules
 - First SIGTERM or SIGINT: the service drains (it refuses new work at once and is not ready any more), then the
-  listeners close, then the service stops; exit code 0. A second one ends it at once with 130.
+  listeners close, then the service stops; exit code 0. A second one ends it with 130, at once: what has not stopped
+  within ``FORCED_S`` is left behind. That loses nothing but running requests: workers end when this process does, and
+  what is durable survives a kill at any moment.
 - SIGHUP calls the service's ``reload``; its failure is said and changes nothing.
 - Listeners stay open while draining, so that a balancer reads the 503 of ``/readyz`` instead of a refused connection.
 - Whatever fails, the service's ``stop`` runs: it owns child processes.
@@ -12,7 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -21,8 +26,8 @@ from gateway.cli.output import say
 
 FORCED = 130
 STOP_S = 30.0
-FORCED_STOP_S = 2.0
-"""How long the service's own stop may take: its children end with this process in any case."""
+FORCED_S = 0.5
+"""From the second signal to the end, whatever still runs."""
 
 
 class Service(Protocol):
@@ -64,8 +69,18 @@ class _Signals:
             self._loop.remove_signal_handler(number)
 
 
-async def run(service: Service, listeners: Sequence[Listener], on_up: Callable[[], None]) -> int:
-    """Serve until told to stop; the exit code. ``on_up`` is called once the listeners accept connections.
+def _nothing() -> None:
+    pass
+
+
+async def run(
+    service: Service,
+    listeners: Sequence[Listener],
+    on_up: Callable[[], None],
+    on_forced: Callable[[], None] = _nothing,
+) -> int:
+    """Serve until told to stop; the exit code. ``on_up`` is called once the listeners accept connections, ``on_forced``
+    (from a thread) before a process that does not stop is ended.
 
     The listeners come first, the service's start second: ``/healthz`` answers while models load.
     """
@@ -87,7 +102,8 @@ async def run(service: Service, listeners: Sequence[Listener], on_up: Callable[[
         say("Stopping: running requests may finish. Once more to end at once.")
         forced = await _unless(signals.force, _wind_down(service, listeners))
         if forced:
-            patience = FORCED_STOP_S
+            patience = FORCED_S
+            _end_soon(on_forced)
             await asyncio.gather(*(listener.stop(force=True) for listener in listeners))
         return FORCED if forced else 0
     finally:
@@ -96,6 +112,21 @@ async def run(service: Service, listeners: Sequence[Listener], on_up: Callable[[
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.stop(), patience)
         signals.release()
+
+
+def _end_soon(on_forced: Callable[[], None]) -> None:
+    """End the process in ``FORCED_S`` unless it ends before: not even a stuck event loop or thread holds it."""
+
+    def end() -> None:
+        try:
+            on_forced()
+            logging.shutdown()
+        finally:
+            os._exit(FORCED)
+
+    timer = threading.Timer(FORCED_S, end)
+    timer.daemon = True
+    timer.start()
 
 
 async def _wind_down(service: Service, listeners: Sequence[Listener]) -> None:

@@ -8,6 +8,7 @@ Rules
   limit is answered in the API's error shape and closed; where answers to earlier requests are under way it is closed
   behind them, since the bytes of a refusal would land inside an answer.
 - A request that offers an upgrade (Java's HTTP client offers h2c with each) is served as HTTP/1.1, with its body.
+- An HTTP/1.0 client knows no chunks: an answer of unknown length ends with its connection.
 - A peer that takes nothing any more loses its connection after ``STALLED_PEER_S``: closing alone waits for it for ever.
 """
 
@@ -23,8 +24,8 @@ from typing import Any
 
 import httptools
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.cli.output import UserError
 
@@ -32,6 +33,8 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 128
 HEADER_TIMEOUT_S = 30.0
 STALLED_PEER_S = 120
+SLICE_BYTES = 4096
+"""What the parser is fed at once. It does not say where in it a request began, so headers are counted to within a slice."""
 
 _REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
@@ -108,29 +111,34 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Count what arrives while headers are incomplete, which the parser would buffer without end."""
-        if self._closing_behind:
-            return
         self._unset_keepalive_if_required()
+        view = memoryview(data)
+        for start in range(0, len(data), SLICE_BYTES):
+            if self._closing_behind or self.transport.is_closing():
+                return
+            self._take(view[start : start + SLICE_BYTES])
+
+    def _take(self, piece: memoryview) -> None:
         try:
-            self._parse(data)
+            self._parse(piece)
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
         if self.transport.is_closing():
             return
         if self._in_headers:
-            self._pending_bytes += len(data)
-            if self._pending_bytes > MAX_HEADER_BYTES:
+            self._pending_bytes += len(piece)
+            if self._pending_bytes > MAX_HEADER_BYTES + SLICE_BYTES:  # exact once they are complete
                 self._refuse(431, f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
         elif self.cycle is None or self.cycle.response_complete:
             self._expect_headers()  # blank lines between two requests: their time counts as the next one's
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: memoryview) -> None:
         """Feed the parser. It takes a request that offers an upgrade for one without a body, and stops: so such a
         request's head goes to a fresh parser without the offer, and what follows it after that.
 
         Raises httptools.HttpParserError.
         """
-        rest = memoryview(data)
+        rest = data
         while True:
             try:
                 self.parser.feed_data(rest)
@@ -164,6 +172,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(431, f"At most {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes of them are accepted.")
             raise ValueError("headers over the limit")  # stops the parser; the answer is already on its way
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] in ("1.0", "0.9"):
+            app = _ended_by_close(app, cycle)
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         """The request is whole, unless it comes once more."""
@@ -207,6 +220,27 @@ class LimitedProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _ended_by_close(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """``app`` for a client without chunks: where the answer says no length, it is told to expect exactly what comes."""
+
+    async def told(scope: Scope, receive: Receive, send: Send) -> None:
+        open_ended = False
+
+        async def unchunked(message: Message) -> None:
+            nonlocal open_ended
+            if message["type"] == "http.response.start":
+                open_ended = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                if open_ended:
+                    cycle.chunked_encoding = False
+            elif open_ended:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, unchunked)
+
+    return told
 
 
 class Listener(uvicorn.Server):

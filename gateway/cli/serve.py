@@ -129,8 +129,12 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
             _write_ready(start.ready_file, url_of(public), url_of(admin))
         say(_banner(start, url_of(public), url_of(admin)))
 
+    def forced() -> None:
+        if start.ready_file is not None:
+            start.ready_file.unlink(missing_ok=True)
+
     with progress_bar() as gateway.progress:
-        return await run(gateway, listeners, up)
+        return await run(gateway, listeners, up, forced)
 
 
 def _write_ready(path: Path, base_url: str, admin_url: str) -> None:

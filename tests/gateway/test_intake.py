@@ -418,3 +418,13 @@ async def test_choices_are_fresh_for_every_attempt(intake: Intake) -> None:
     assert first[0].feed(text).text == "ab"
     assert second[0].billed == first[1].billed == 0
     assert second[0].feed(text).text == "ab"
+
+
+async def test_many_empty_messages_are_refused_for_their_tokens(intake: Intake) -> None:
+    """Nothing is said of characters that nobody sent."""
+    empty = json.dumps({"model": "m", "messages": [{"role": "user", "content": ""}] * 4096}).encode()
+    with pytest.raises(ApiError) as refused:
+        await prepare(intake, parse_chat(empty))
+    assert refused.value.code == "context_length_exceeded"
+    assert "characters" not in refused.value.message
+    assert "The model's context is 512 tokens" in refused.value.message

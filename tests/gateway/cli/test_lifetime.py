@@ -34,7 +34,11 @@ class Service:
         self.draining = True
         self.note("drain")
         await asyncio.sleep(drain_s)
-    async def stop(self): self.note("stop")
+    async def stop(self):
+        self.note("stop")
+        if failing == "stop":
+            import time
+            time.sleep(60)
     async def reload(self):
         self.note("reload")
         if failing == "reload": raise RuntimeError("bad file")
@@ -44,7 +48,8 @@ async def ready(request): return JSONResponse({"draining": service.draining})
 bound = bind("127.0.0.1", 0, "listen")
 url = url_of(bound)
 listener = Listener(Starlette(routes=[Route("/", ready)]), bound)
-sys.exit(asyncio.run(run(service, [listener], lambda: print(url, flush=True))))
+forced = lambda: print("forced", flush=True)
+sys.exit(asyncio.run(run(service, [listener], lambda: print(url, flush=True), forced)))
 """
 
 
@@ -94,6 +99,18 @@ def test_the_listener_answers_while_draining() -> None:
         assert httpx.get(url).json() == {"draining": True}
         process.send_signal(signal.SIGINT)
         assert line(process) == "stop"
+        assert process.wait(10) == 130
+
+
+def test_a_second_signal_ends_even_what_does_not_stop() -> None:
+    """A worker that is slow to go, a collector that does not answer, an event loop that is stuck."""
+    with running(drain_s=60, failing="stop") as process:
+        line(process)
+        assert line(process) == "start"
+        process.send_signal(signal.SIGTERM)
+        assert line(process) == "drain"
+        process.send_signal(signal.SIGTERM)
+        assert [line(process), line(process)] == ["stop", "forced"]
         assert process.wait(10) == 130
 
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.cli import listener as module
-from gateway.cli.listener import MAX_HEADER_BYTES, MAX_HEADERS, Listener, bind, url_of
+from gateway.cli.listener import MAX_HEADER_BYTES, MAX_HEADERS, SLICE_BYTES, Listener, bind, url_of
 from gateway.cli.output import UserError
 
 
@@ -117,7 +117,7 @@ async def test_what_is_no_http_gets_a_json_error(url: str) -> None:
     [
         b"\x00nonsense\r\n\r\n",
         b"GET / HTTP/1.1\r\nx : y\r\n\r\n",
-        b"GET / HTTP/1.1\r\nx: " + b"a" * (MAX_HEADER_BYTES + 1),
+        b"GET / HTTP/1.1\r\nx: " + b"a" * (MAX_HEADER_BYTES + SLICE_BYTES),
     ],
     ids=["no http", "bad header", "large header"],
 )
@@ -158,6 +158,43 @@ async def test_a_request_that_offers_an_upgrade_keeps_its_body(url: str, apart: 
     assert head.startswith(b"HTTP/1.1 200 ")
     assert body.startswith(b'{"body":5}HTTP/1.1 200 ')
     assert body.endswith(b'{"body":0}')
+
+
+async def test_an_http_1_0_client_gets_no_chunks(url: str) -> None:
+    """It would take the chunks' sizes for text. The end of the answer is the end of the connection."""
+    head, body = await talk(url, b"GET /stream HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body == b"piece;" * 20
+    head, body = await talk(url, b"GET / HTTP/1.0\r\n\r\n")
+    assert b"content-length: 10" in head
+    assert body == b'{"body":0}'
+
+
+async def test_an_http_1_0_request_behind_another_one_gets_no_chunks(url: str) -> None:
+    _, body = await talk(url, b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET /stream HTTP/1.0\r\n\r\n")
+    first, _, rest = body.partition(b"HTTP/1.1 200 OK")
+    assert first == b'{"body":0}'
+    assert rest.partition(b"\r\n\r\n")[2] == b"piece;" * 20
+
+
+@pytest.mark.parametrize("size", [4096, 262_144])
+async def test_many_small_requests_at_once_are_no_large_header(url: str, size: int) -> None:
+    """Pipelined: more than the limit for headers in one piece, cut inside a request's headers."""
+    one = b"GET / HTTP/1.1\r\nhost: x\r\nx-filler: " + b"f" * 200 + b"\r\n\r\n"
+    last = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    data = one * 400 + last
+    _, body = await talk(url, *(data[start : start + size] for start in range(0, len(data), size)))
+    assert body.count(b'{"body":0}') == 401
+    assert b"431" not in body
+
+
+async def test_headers_behind_others_are_still_limited(url: str) -> None:
+    small = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    _, body = await talk(url, small * 3 + b"GET / HTTP/1.1\r\nx: " + b"a" * (MAX_HEADER_BYTES + 2 * SLICE_BYTES))
+    assert body.count(b'{"body":0}') == 3, "the answers before it stay whole"
+    assert b"HTTP/1.1 431" not in body
 
 
 async def test_this_is_no_proxy(url: str) -> None:
