@@ -34,7 +34,7 @@ MAX_HEADERS = 128
 HEADER_TIMEOUT_S = 30.0
 STALLED_PEER_S = 120
 SLICE_BYTES = 4096
-"""What the parser is fed at once. It does not say where a request begins in it: headers are counted to within a slice."""
+"""What the parser is fed at once. Where in it a request begins is not told: headers are counted to within a slice."""
 
 _REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
