@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -23,8 +24,12 @@ def _get(url: str) -> Any:
     if not url.startswith(("http://", "https://")):
         raise ValueError("only http and https URLs are fetched")
     request = urllib.request.Request(url, headers={"accept": "application/json", "user-agent": "forebay"})  # noqa: S310
-    with _OPENER.open(request, timeout=TIMEOUT_S) as answer:
-        body = answer.read(MAX_BYTES + 1)
+    try:
+        with _OPENER.open(request, timeout=TIMEOUT_S) as answer:
+            body = answer.read(MAX_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        with error:  # it holds the connection
+            raise OSError(f"answered with status {error.code}") from None
     if len(body) > MAX_BYTES:
         raise ValueError(f"the document is larger than {MAX_BYTES} bytes")
     return json.loads(body)

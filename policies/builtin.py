@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from policies.admission import bounded
 from policies.admission import open as open_admission
-from policies.auth import api_key, chain, jwt, none
+from policies.auth import api_key, chain, jwt, jwt_issuers, mtls_proxy, none
 from policies.cache_scope import group, tenant, user
 from policies.quota import token_bucket, unlimited
 from policies.routing import least_loaded, prefix_affinity, round_robin
@@ -22,6 +22,8 @@ def forebay_policies() -> list[PolicySpec]:
         api_key.SPEC,
         chain.SPEC,
         jwt.SPEC,
+        jwt_issuers.SPEC,
+        mtls_proxy.SPEC,
         none.SPEC,
         token_bucket.SPEC,
         unlimited.SPEC,

@@ -5,17 +5,22 @@ Rules
 - exp, iss and aud are required; nbf and iat are checked where present, with at most 30 s of leeway. The issuer is
   compared as a whole string; a list or any other type is refused.
 - ``crit`` and ``b64`` in the header are refused whatever they say: no extension is understood here (RFC 7515 §4.1.11).
+- A token of another issuer is refused before its key is looked for: it can make nobody fetch keys. What a token says of
+  its issuer is checked again once it is verified.
+- A claim is named by its path: ``realm_access.roles`` is ``roles`` inside ``realm_access``, unless there is a claim
+  with the whole name (issuers use URLs as names).
 - Whatever is wrong with a token is AuthError (401); only missing keys are PolicyUnavailableError (503).
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,8 +33,11 @@ from policies.spi import AuthError, PolicyConfig, PolicyConfigError, PolicyConte
 from policies.types import AuthRequest, Principal, TenantId
 
 MAX_TOKEN_BYTES = 8192
-_SOURCES = ("key_env", "key_file", "keys", "jwks_url", "jwks_file")
+WELL_KNOWN = "/.well-known/openid-configuration"
+_SOURCES = ("key_env", "key_file", "keys", "jwks_url", "jwks_file", "discover")
 _MAX_TENANT_CHARS = 128
+
+Fetch = Callable[[], Awaitable[Any]]
 
 
 class StaticKey(PolicyConfig):
@@ -59,10 +67,14 @@ class JwtConfig(PolicyConfig):
     """Several of them by key id (``kid``)."""
     jwks_url: str | None = Field(None, pattern=r"^https?://")
     jwks_file: str | None = None
+    discover: bool = False
+    """Ask the issuer where its JWKS is (OpenID Connect discovery); ``issuer`` is its URL then."""
     tenant_claim: str = Field("tenant", min_length=1)
     user_claim: str | None = "sub"
     groups_claim: str | None = None
     roles_claim: str | None = None
+    key_claim: str | None = None
+    """Names the client (``azp``, ``client_id``): a renewed token then counts as the same key. None: each is its own."""
     leeway_s: float = Field(10.0, ge=0, le=30)
     refresh_s: float = Field(300.0, gt=0, allow_inf_nan=False)
     """Age at which a JWKS is fetched again, so also the longest time a removed key is still accepted."""
@@ -87,8 +99,10 @@ class JwtConfig(PolicyConfig):
         given = [name for name in _SOURCES if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(_SOURCES)}; given: {', '.join(given) or 'none'}")
-        if self.symmetric and given[0].startswith("jwks"):
+        if self.symmetric and given[0] in ("jwks_url", "jwks_file", "discover"):
             raise ValueError("a JWKS holds public keys; HMAC (HS…) algorithms take key_env, key_file or keys")
+        if self.discover and not self.issuer.startswith(("https://", "http://")):
+            raise ValueError("discover asks the issuer at its URL; issuer must be one (https://…), or name jwks_url")
         if self.refresh_s > self.max_stale_s:
             raise ValueError("refresh_s must not exceed max_stale_s")
         return self
@@ -143,6 +157,8 @@ class JwtAuth:
         if len(token) > MAX_TOKEN_BYTES or not token.isascii():
             raise AuthError("the token is too long or not ASCII")
         algorithm, kid = self._header(token)
+        if claimed_issuer(token) != self._config.issuer:
+            raise AuthError("wrong issuer")
         key = await self._keys.find(kid)
         if algorithm not in key.algorithms:
             raise AuthError("the token's algorithm does not suit its key")
@@ -176,7 +192,7 @@ class JwtAuth:
         except Exception as error:  # as above
             raise AuthError(f"token refused ({type(error).__name__})") from None
         issuer, expires = claims["iss"], claims["exp"]
-        if not isinstance(issuer, str) or issuer != self._config.issuer:
+        if issuer != self._config.issuer:
             raise AuthError("wrong issuer")
         if isinstance(expires, bool) or not isinstance(expires, int | float) or not math.isfinite(expires):
             raise AuthError("exp is not a number")
@@ -185,29 +201,57 @@ class JwtAuth:
     def _principal(self, token: str, claims: Mapping[str, Any]) -> Principal:
         tenant = self._tenant_from_claims(claims) if self._tenant_from_claims else None
         if tenant is None:
-            tenant = claims.get(self._config.tenant_claim)
+            tenant = claim(claims, self._config.tenant_claim)
         if not isinstance(tenant, str) or not 0 < len(tenant) <= _MAX_TENANT_CHARS:
             raise AuthError("no tenant in the token")
-        user = claims.get(self._config.user_claim) if self._config.user_claim else None
-        if user is not None and not isinstance(user, str):
-            raise AuthError("the user claim is not a string")
+        client = _text(claims, self._config.key_claim)
+        named = f"{self._config.issuer}\0{client}" if client else token
         return Principal(
             TenantId(tenant),
-            user=user or None,
+            user=_text(claims, self._config.user_claim),
             groups=_names(claims, self._config.groups_claim),
             roles=_names(claims, self._config.roles_claim),
             method="jwt",
-            key_id=hashlib.sha256(token.encode()).hexdigest()[:12],
+            key_id=hashlib.sha256(named.encode()).hexdigest()[:12],
             expires_at=float(claims["exp"]),
         )
 
 
-def _names(claims: Mapping[str, Any], claim: str | None) -> frozenset[str]:
+def claimed_issuer(token: str) -> str | None:
+    """Who a token says it is from, unverified: good for choosing where to look for its key, and for nothing else."""
+    body = token.split(".", 2)[1:2]
+    try:
+        claims = json.loads(base64.urlsafe_b64decode(body[0] + "=" * (-len(body[0]) % 4))) if body else None
+    except (ValueError, RecursionError):
+        return None
+    issuer = claims.get("iss") if isinstance(claims, dict) else None
+    return issuer if isinstance(issuer, str) else None
+
+
+def claim(claims: Mapping[str, Any], path: str) -> Any:
+    """The claim at ``path`` (see the module's rules), or None."""
+    if path in claims:
+        return claims[path]
+    value: Any = claims
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _text(claims: Mapping[str, Any], path: str | None) -> str | None:
+    """A claim's text; absent or empty is None. Raises AuthError for anything else."""
+    value = claim(claims, path) if path else None
+    if value is not None and not isinstance(value, str):
+        raise AuthError(f"the claim {path!r} is not a string")
+    return value or None
+
+
+def _names(claims: Mapping[str, Any], path: str | None) -> frozenset[str]:
     """A list of strings, or one string; absent is empty. Raises AuthError for anything else."""
-    value = claims.get(claim, []) if claim else []
-    values: Sequence[Any] = [value] if isinstance(value, str) else value
+    value = claim(claims, path) if path else None
+    values: Any = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
-        raise AuthError(f"the claim {claim!r} is not a list of strings")
+        raise AuthError(f"the claim {path!r} is not a list of strings")
     return frozenset(values)
 
 
@@ -237,34 +281,59 @@ def _static(config: JwtConfig, ctx: PolicyContext) -> StaticKeys:
 
 def _jwks(config: JwtConfig, ctx: PolicyContext) -> KeySet:
     freshness = Freshness(config.refresh_s, config.cooldown_s, config.max_stale_s)
-    if config.jwks_url is not None:
-        if ctx.fetch_json is None:
-            raise PolicyConfigError("no HTTP client is available here; use jwks_file", "jwks_url")
-        url, fetch_json = config.jwks_url, ctx.fetch_json
-
-        async def fetch() -> Any:
-            return await fetch_json(url)
-
-    else:
-        path = Path(ctx.base_dir) / str(config.jwks_file)
-        try:
-            key_set(json.loads(path.read_text()), config.algorithms)
-        except OSError as error:
-            raise PolicyConfigError(f"cannot be read: {error.strerror}", "jwks_file") from error
-        except ValueError as error:
-            raise PolicyConfigError(str(error), "jwks_file") from error
-
-        async def fetch() -> Any:
-            return json.loads(await asyncio.to_thread(path.read_text))
-
+    fetch = _from_file(config, ctx) if config.jwks_file is not None else _from_provider(config, ctx)
     return KeySet(fetch, lambda document: key_set(document, config.algorithms), freshness, time.monotonic)
 
 
-def _make(config: JwtConfig, ctx: PolicyContext) -> JwtAuth:
-    keys: KeySource = _jwks(config, ctx) if config.jwks_url or config.jwks_file else _static(config, ctx)
+def _from_file(config: JwtConfig, ctx: PolicyContext) -> Fetch:
+    path = Path(ctx.base_dir) / str(config.jwks_file)
+    try:
+        key_set(json.loads(path.read_text()), config.algorithms)
+    except OSError as error:
+        raise PolicyConfigError(f"cannot be read: {error.strerror}", "jwks_file") from error
+    except ValueError as error:
+        raise PolicyConfigError(str(error), "jwks_file") from error
+
+    async def fetch() -> Any:
+        return json.loads(await asyncio.to_thread(path.read_text))
+
+    return fetch
+
+
+def _from_provider(config: JwtConfig, ctx: PolicyContext) -> Fetch:
+    if ctx.fetch_json is None:
+        raise PolicyConfigError(
+            "no HTTP client is available here; use jwks_file", "jwks_url" if config.jwks_url else "discover"
+        )
+    issuer, url, fetch_json = config.issuer, config.jwks_url, ctx.fetch_json
+
+    async def fetch() -> Any:
+        return await fetch_json(url or keys_url(await fetch_json(f"{issuer.rstrip('/')}{WELL_KNOWN}"), issuer))
+
+    return fetch
+
+
+def keys_url(document: Any, issuer: str) -> str:
+    """Where an OpenID provider says its JWKS is (OpenID Connect Discovery 1.0, §4.3).
+
+    Raises ValueError for the document of another issuer, and where keys would come over a connection less safe.
+    """
+    if not isinstance(document, Mapping) or document.get("issuer") != issuer:
+        raise ValueError("the discovery document is not this issuer's")
+    url = document.get("jwks_uri")
+    safe = ("https://",) if issuer.startswith("https://") else ("https://", "http://")
+    if not isinstance(url, str) or not url.startswith(safe):
+        raise ValueError("the discovery document names no usable jwks_uri")
+    return url
+
+
+def make(config: JwtConfig, ctx: PolicyContext) -> JwtAuth:
+    """One issuer's tokens. Raises PolicyConfigError."""
+    fetched = config.jwks_url or config.jwks_file or config.discover
+    keys: KeySource = _jwks(config, ctx) if fetched else _static(config, ctx)
     return JwtAuth(config, keys, ctx.tenant_from_claims)
 
 
 SPEC = PolicySpec(
-    "auth", "jwt", JwtConfig, _make, "Signed tokens: pinned algorithms, issuer and audience; static keys or JWKS."
+    "auth", "jwt", JwtConfig, make, "Signed tokens: pinned algorithms, issuer and audience; static keys or JWKS."
 )

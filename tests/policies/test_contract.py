@@ -37,12 +37,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "auth.jwt": JWT_CONFIG,
     "auth.api_key": API_KEY_CONFIG,
     "auth.none": {"tenant": "dev"},
+    "auth.jwt_issuers": {"issuers": [JWT_CONFIG]},
+    "auth.mtls_proxy": {
+        "trusted_proxies": ["10.0.0.1"],
+        "identities": [{"field": "uri", "match": "spiffe://x/(?P<tenant>.+)"}],
+    },
     "auth.chain": {"policies": [{"use": "jwt", "with": JWT_CONFIG}, {"use": "api_key", "with": API_KEY_CONFIG}]},
 }
 PROMISES: dict[str, dict[str, Any]] = {
     "auth.jwt": {"good_request": _jwt_request},
     "auth.api_key": {"good_request": _key_request},
     "auth.chain": {"good_request": _key_request},
+    "auth.jwt_issuers": {"good_request": _jwt_request},
+    "auth.mtls_proxy": {
+        "good_request": lambda: AuthRequest({"x-forwarded-client-cert": "URI=spiffe://x/search"}, "10.0.0.1")
+    },
     "auth.none": {"accepts_anybody": True, "good_request": lambda: AuthRequest({})},
     "quota.unlimited": {"enforces": ()},
 }
