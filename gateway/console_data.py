@@ -78,6 +78,8 @@ class TenantRow:
     """Shed or throttled since the start."""
     blocks: int
     """KV blocks its running requests fill, computed from their tokens; shared prefixes count for each."""
+    cached_blocks: int
+    """Blocks that workers keep cached for it and nobody uses, where it is among those that have most."""
     cache_epoch: int
     limits: tuple[LimitRow, ...]
 
@@ -97,6 +99,7 @@ class _Load:
     queued_tokens: int = 0
     running: int = 0
     blocks: int = 0
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,8 @@ class WorkerRow:
     step_ms: float
     tenants: tuple[tuple[str, int], ...]
     """KV blocks by tenant, computed from the running requests' tokens; most first."""
+    cached_tenants: tuple[tuple[str, int], ...]
+    """Cached blocks by tenant, of those that have most, most first; what belongs to nobody known is ``other``."""
     last_loss: str | None
 
     @property
@@ -208,7 +213,7 @@ class ConsoleData:
                 by_tenant = blocks.setdefault(ticket.worker, {})
                 by_tenant[ticket.job.tenant] = by_tenant.get(ticket.job.tenant, 0) + filled
         return [
-            _worker(handle, described, blocks.get(handle.name, {}))
+            _worker(handle, described, blocks.get(handle.name, {}), self._cached(handle))
             for pool in self._parts.pools
             for handle, described in zip(pool.handles, pool.snapshot(), strict=True)
         ]
@@ -245,6 +250,7 @@ class ConsoleData:
                 total.queued_tokens += load.queued_tokens
                 total.running += load.running
                 total.blocks += load.blocks
+                total.cached += load.cached
         return self._row(
             OTHER, total, OTHER, shown=True, weight=1.0, service_class="", listed=False, cache_epoch=0, limits=()
         )
@@ -266,6 +272,7 @@ class ConsoleData:
             running=load.running,
             refused=self._parts.recent.refused(label),
             blocks=load.blocks,
+            cached_blocks=load.cached,
             **facts,
         )
 
@@ -297,7 +304,19 @@ class ConsoleData:
             load = loads.setdefault(ticket.job.tenant, _Load())
             load.running += 1
             load.blocks += blocks
+        for handle in (handle for pool in self._parts.pools for handle in pool.handles):
+            for name, cached in self._cached(handle).items():
+                if name != OTHER:
+                    loads.setdefault(TenantId(name), _Load()).cached += cached
         return loads
+
+    def _cached(self, handle: WorkerHandle) -> dict[str, int]:
+        """Cached blocks by tenant, as the worker reported them."""
+        found: dict[str, int] = {}
+        for key, blocks in handle.stats.cached_by_tenant.items():
+            name = self._parts.intake.tenant_keys.tenant(key) or OTHER
+            found[name] = found.get(name, 0) + blocks
+        return found
 
     def _running(self) -> Iterator[tuple[Ticket, int]]:
         """Every running request with the KV blocks that its tokens fill."""
@@ -310,7 +329,13 @@ class ConsoleData:
                     yield ticket, -(-ticket.usage.total // sizes.get(ticket.worker, 16))
 
 
-def _worker(handle: WorkerHandle, described: Mapping[str, Any], tenants: Mapping[str, int]) -> WorkerRow:
+def _most_first(blocks: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(blocks.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _worker(
+    handle: WorkerHandle, described: Mapping[str, Any], tenants: Mapping[str, int], cached: Mapping[str, int]
+) -> WorkerRow:
     stats, hello = handle.stats, handle.hello
     loss = described.get("last_loss")
     return WorkerRow(
@@ -334,6 +359,7 @@ def _worker(handle: WorkerHandle, described: Mapping[str, Any], tenants: Mapping
         used_blocks=stats.used_blocks,
         hit_rate=stats.hit_tokens / stats.query_tokens if stats.query_tokens else None,
         step_ms=stats.step_ms,
-        tenants=tuple(sorted(tenants.items(), key=lambda item: (-item[1], item[0]))),
+        tenants=_most_first(tenants),
+        cached_tenants=_most_first(cached),
         last_loss=None if loss is None else f"{loss['kind']}: {loss['detail']}".removesuffix(": "),
     )

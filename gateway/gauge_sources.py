@@ -11,7 +11,7 @@ from gateway.runtime import Runtime
 from gateway.tenants import Tenants
 from gateway.timed import unwrap
 from gateway.worker_handle import WorkerState
-from policies.spi import QuotaView
+from policies.spi import Durable, QuotaView
 
 
 def model_gauges(dispatcher: Dispatcher) -> Source:
@@ -58,15 +58,17 @@ def quota_gauges(runtime: Runtime, tenants: Tenants, clock: Callable[[], float])
 
     def read() -> Gauges:
         quota = unwrap(runtime.current.quota)
+        writable = quota.writable() if isinstance(quota, Durable) else None
         if not isinstance(quota, QuotaView):
-            return Gauges()
+            return Gauges(ledger_writable=writable)
         now = clock()
         return Gauges(
+            ledger_writable=writable,
             quotas=[
                 QuotaGauge(tenant.id, limit, state.remaining)
                 for tenant in tenants.listed()
                 for limit, state in quota.remaining(tenant.id, now).items()
-            ]
+            ],
         )
 
     return read

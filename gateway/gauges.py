@@ -58,6 +58,8 @@ class Gauges:
     quotas: Iterable[QuotaGauge] = ()
     stalled: Mapping[str, bool] = field(default_factory=dict)
     """By model: queue not empty although slots and blocks are free."""
+    ledger_writable: bool | None = None
+    """Whether what is settled can be kept; None where the quota policy keeps nothing."""
 
 
 Source = Callable[[], Gauges]
@@ -148,6 +150,8 @@ class GaugeCollector(Collector):
                 families["quota_remaining"].add_metric([*self._labels(quota.tenant), quota.limit], quota.remaining)
             for model, stalled in gauges.stalled.items():
                 families["stalled"].add_metric([model], int(stalled))
+            if gauges.ledger_writable is not None:
+                families["ledger_writable"].add_metric([], int(gauges.ledger_writable))
         return families.values()
 
     def _labels(self, tenant: str) -> list[str]:
@@ -201,6 +205,7 @@ _GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "worker_running": ("Sequences the worker runs.", ("worker",)),
     "worker_waiting": ("Sequences in the worker's own waiting line.", ("worker",)),
     "worker_kv_blocks": ("KV blocks of the worker.", ("worker", "state")),
+    "ledger_writable": ("1 when what is settled can be kept.", ()),
     "stalled": ("1 when jobs wait although slots and blocks are free; must be 0.", ("model",)),
 }
 

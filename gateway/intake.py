@@ -12,8 +12,6 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from gateway.choices import ChoiceStream, Decoder
 from gateway.errors import ApiError, bad_request
 from gateway.http.schemas import ChatRequest, CompletionRequest
 from gateway.settings import ServiceClass
+from gateway.tenant_keys import TenantKeys
 from gateway.tenants import EffectiveTenant
 from policies.types import CacheScope, Job, JobId, PrefixKey, Principal
 from workers.engine.block_hash import chain_keys
@@ -156,7 +155,7 @@ class Intake:
 
     def __init__(self, secret: bytes, *, threads: int = 2) -> None:
         """``secret`` keys the opaque tenant names that workers see."""
-        self._secret = secret
+        self.tenant_keys = TenantKeys(secret)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
 
     def close(self) -> None:
@@ -213,7 +212,7 @@ class Intake:
             params=request.params,
             n=request.n,
             scope=scope.key,
-            tenant_key=self._tenant_key(tenant),
+            tenant_key=self.tenant_keys.key(tenant.id),
             weight=tenant.weight,
         )
         return Prepared(job, generate, request, tokenizer, limited_by)
@@ -240,9 +239,6 @@ class Intake:
         except (ChatTemplateError, EncodeError) as error:
             text = str(error)
             raise bad_request(f"{text[:1].upper()}{text[1:]}.", param=_param(request)) from None
-
-    def _tenant_key(self, tenant: EffectiveTenant) -> str:
-        return hmac.new(self._secret, b"tenant\0" + tenant.id.encode(), hashlib.sha256).hexdigest()[:32]
 
 
 def _param(request: AnyRequest) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import choose_encoder
 
 from gateway.gauges import GaugeCollector, ServiceWindow, Source
@@ -81,6 +81,9 @@ class Metrics:
         self._policies = Names(room=64)
         self._limits = Names(room=16)
         self._window = ServiceWindow(clock)
+        self._objectives = Gauge(
+            "forebay_slo_seconds", "What a class promises.", ["class", "objective"], registry=self.registry
+        )
         self.configure(settings)
         new = self._counter
         self._requests = new("requests", "Requests that ended.", "tenant", "class", "model", "outcome")
@@ -94,7 +97,7 @@ class Metrics:
         self._stale = new("stale_worker_dispatches", "Dispatches without fresh figures of the worker.", "worker")
         self._spans_exported = new("spans_exported", "Spans the collector took.")
         self._spans_dropped = new("spans_dropped", "Spans lost on the way to the collector.", "reason")
-        self._queue_wait = self._histogram("queue_wait_seconds", "From entry to dispatch.", _SECONDS)
+        self._queue_wait = self._histogram("queue_wait_seconds", "From entry to dispatch.", _SECONDS, "model", "class")
         self._first_token = self._histogram(
             "time_to_first_token_seconds",
             "From arrival to the first output token.",
@@ -120,12 +123,16 @@ class Metrics:
         self.registry.register(self._gauges)
 
     def configure(self, settings: Settings) -> None:
-        """Take the known tenants, models, classes and weights from ``settings``: at start and after a reload."""
+        """Take the known tenants, models, classes, weights and objectives: at start and after a reload."""
         self._tenants = Names(tenant.id for tenant in settings.tenants)
         self._models = Names(model.name for model in settings.models)
         self._classes = Names(settings.classes)
         self._weights = {tenant.id: tenant.weight for tenant in settings.tenants}
         self._tenant_classes = {tenant.id: tenant.class_ for tenant in settings.tenants}
+        self._objectives.clear()
+        for name, service_class in settings.classes.items():
+            for objective, seconds in service_class.slo.seconds().items():
+                self._objectives.labels(name, objective).set(seconds)
 
     def set_versions(self, versions: Mapping[str, str]) -> None:
         """Replace the info metric's values, once a worker's ``Hello`` has told its own."""
@@ -159,7 +166,7 @@ class Metrics:
         exemplar = {"trace_id": summary.trace_id} if summary.trace_kept and summary.trace_id else None
         self._duration.labels(model, class_).observe(summary.duration_s, exemplar)
         if summary.queue_wait_s is not None:
-            self._queue_wait.observe(summary.queue_wait_s, exemplar)
+            self._queue_wait.labels(model, class_).observe(summary.queue_wait_s, exemplar)
         if summary.first_token_s is not None:
             self._first_token.labels(model, class_).observe(summary.first_token_s, exemplar)
         if summary.outcome == "shed":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -17,7 +18,17 @@ from pathlib import Path
 
 from workers.model_store import cache_dir
 
-__all__ = ["PathError", "cache_dir", "config_dir", "dev_key", "dev_key_path", "resolve_config", "state_dir"]
+__all__ = [
+    "PathError",
+    "cache_dir",
+    "config_dir",
+    "dev_key",
+    "dev_key_path",
+    "resolve_config",
+    "shipped_configs",
+    "state_dir",
+]
+_SERVES = re.compile(r"^models:", re.MULTILINE)
 
 DEV_KEY_FILE = "dev-jwt.key"
 
@@ -33,6 +44,11 @@ def config_dir() -> Path:
     return packed if packed.is_dir() else here.parent / "config"
 
 
+def shipped_configs() -> list[Path]:
+    """The shipped files that configure a gateway; beside them are those of the tools around it (Jaeger)."""
+    return [path for path in sorted(config_dir().glob("*.yaml")) if _SERVES.search(path.read_text(encoding="utf-8"))]
+
+
 def resolve_config(name: str) -> Path:
     """The file that ``name`` means: a path, or the name of a shipped file (``demo``). Raises PathError listing both."""
     path = Path(name).expanduser()
@@ -43,7 +59,7 @@ def resolve_config(name: str) -> Path:
         return shipped
     if path.is_dir():
         raise PathError(f"{name!r} is a folder; name the YAML file in it")
-    known = ", ".join(sorted(file.stem for file in config_dir().glob("*.yaml"))) or "none"
+    known = ", ".join(file.stem for file in shipped_configs()) or "none"
     raise PathError(
         f"there is no file {name!r} (looked at {path.absolute()}), and no shipped one of that name ({known})"
     )

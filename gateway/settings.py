@@ -79,6 +79,16 @@ class Slo(Section):
 
     ttft_p95_ms: float | None = Field(None, gt=0)
     itl_p95_ms: float | None = Field(None, gt=0)
+    queue_wait_p95_ms: float | None = Field(None, gt=0)
+
+    def seconds(self) -> dict[str, float]:
+        """The objectives that are set, in seconds; the names are ``forebay_slo_seconds``' label values."""
+        named = {
+            "first_token_p95": self.ttft_p95_ms,
+            "between_tokens_p95": self.itl_p95_ms,
+            "queue_wait_p95": self.queue_wait_p95_ms,
+        }
+        return {name: value / 1e3 for name, value in named.items() if value is not None}
 
 
 class Queue(Section):

@@ -145,6 +145,15 @@ class QuotaView(Protocol):
 
 
 @runtime_checkable
+class Durable(Protocol):
+    """Optional for a quota policy that keeps what is settled on a disk or elsewhere."""
+
+    def writable(self) -> bool:
+        """Whether that works now; false is an alert (``forebay_ledger_writable``). No I/O: what the last write said."""
+        ...
+
+
+@runtime_checkable
 class Lifecycle(Protocol):
     """Optional for any policy: what it needs beside its calls (a connection, a key set, a task)."""
 
@@ -311,6 +320,7 @@ __all__ = [
     "AuthError",
     "AuthPolicy",
     "CacheScopePolicy",
+    "Durable",
     "Expiring",
     "Fits",
     "JobEvent",

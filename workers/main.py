@@ -168,6 +168,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
     files = resolve(options.source, base_dir=options.base_dir, progress=_progress())
     _read_ahead(files)
     from workers.model.loading import load  # torch: seconds, and in vain if there were no model
+    from workers.model.memory import held
 
     loaded = load(files, options.engine)
     logger.info("model_loaded", seconds=round(time.monotonic() - began, 2), **figures(loaded))
@@ -184,7 +185,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
         device=loaded.device,
         dtype=loaded.dtype,
         versions=versions(loaded.attention),
-        memory=lambda: {"weights": loaded.weight_bytes, "kv": loaded.cache_tokens * loaded.kv_bytes_per_token},
+        memory=lambda: held(loaded.device, loaded.weight_bytes, loaded.cache_tokens * loaded.kv_bytes_per_token),
     )
 
 

@@ -155,6 +155,8 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     step_ms: float = 0.0
     max_running: int = 0
     """Sequences that may run at once by now; 0: as Hello said."""
+    cached_by_tenant: dict[str, int] = {}
+    """Cached blocks by ``Generate.tenant_key``, of the 32 that have most; some steps old."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step"):

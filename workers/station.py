@@ -93,7 +93,9 @@ class Station:
 
     def serve(self, model: ServedModel) -> Hello:
         """Start the engine and greet. Returns what was said. Raises ValueError for a wrong ``OTEL_*`` variable."""
-        self._metrics = WorkerMetrics(Sources(lambda: self._stats, memory=model.memory), versions=model.versions)
+        self._metrics = WorkerMetrics(
+            Sources(lambda: self._stats, self._evictions, model.memory), versions=model.versions
+        )
         self._tracing = setup_tracing(
             model=self.model, worker=self.name, metrics=self._metrics, versions=model.versions, env=self._env
         )
@@ -170,6 +172,9 @@ class Station:
     def _publish(self, outputs: StepOutputs) -> None:
         self._stats = outputs.stats
         self.server.publish(outputs)
+
+    def _evictions(self) -> Mapping[str, int]:
+        return {} if self._engine is None else dict(self._engine.planner.pool.evictions)
 
     def _step(self, record: StepRecord) -> None:
         if self._metrics is not None and self._tracing is not None:

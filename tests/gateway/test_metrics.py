@@ -57,7 +57,7 @@ def test_a_request_is_counted_once_with_its_times(metrics: Metrics) -> None:
     assert value(metrics, "requests_total", outcome="ok", **where) == 1
     assert value(metrics, "requests_total", outcome="shed", **where) == 1
     assert value(metrics, "shed_total", tenant="search", class_="interactive", reason="queue_full") == 1
-    assert value(metrics, "queue_wait_seconds_sum") == 0.2
+    assert value(metrics, "queue_wait_seconds_sum", model="tiny", class_="interactive") == 0.2
     assert value(metrics, "time_to_first_token_seconds_count", model="tiny", class_="interactive") == 1
     assert value(metrics, "request_duration_seconds_sum", model="tiny", class_="interactive") == 4.0
 

@@ -15,6 +15,7 @@ from gateway import trace_attributes as attributes
 from gateway.gauges import Gauges, QuotaGauge, TenantGauge, WorkerGauge
 from gateway.log import RequestSummary
 from gateway.metrics import Metrics
+from gateway.settings import ServiceClass, Slo
 from gateway.telemetry import setup
 from policies.types import AdmissionDecision, Charge, QuotaDecision, Usage
 from tests.arch.source import ROOT
@@ -139,7 +140,9 @@ def documented_metrics(table: Iterable[list[str]]) -> set[tuple[str, str, frozen
 
 
 def test_gateway_metrics() -> None:
-    metrics = Metrics(tracing.settings(), versions={"runtime": "3.11"})
+    settings = tracing.settings()
+    promised = ServiceClass(slo=Slo(ttft_p95_ms=2_000))
+    metrics = Metrics(settings.model_copy(update={"classes": {"interactive": promised}}), versions={"runtime": "3.11"})
     fields = {"request_id": "r", "route": "/", "duration_s": 1.0, "queue_wait_s": 1.0, "first_token_s": 1.0}
     metrics.request_finished(RequestSummary(outcome="shed", reason="queue_full", **fields))  # type: ignore[arg-type]
     metrics.charged("search", "interactive", Charge(1, 1, 1))
@@ -155,6 +158,7 @@ def test_gateway_metrics() -> None:
         [WorkerGauge("w", True, 1, 1, {"free": 1})],
         [QuotaGauge("search", "tokens", 1.0)],
         {"tiny": False},
+        ledger_writable=True,
     )
     metrics.add_source(lambda: gauges)
     assert set(emitted_metrics(metrics.registry)) == documented_metrics(GATEWAY)

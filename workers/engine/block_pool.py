@@ -63,6 +63,10 @@ class BlockPool:
         """Blocks that nobody uses and that can be hit."""
         return len(self._cached)
 
+    def cached_by_owner(self, most: int) -> dict[str, int]:
+        """Blocks that nobody uses and that can be hit, of the ``most`` owners that have most. O(owners)."""
+        return self._cached.largest(most)
+
     @property
     def dirty(self) -> int:
         """Purged blocks that wait to be zeroed."""

@@ -16,7 +16,7 @@ Whose block goes when ``owner`` needs one:
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace, nlargest
 
 REASONS = ("lru", "own", "over_share", "pressure")
 """Why a block was evicted: rule 1, rules 2 and 4, rule 3, rule 5."""
@@ -61,6 +61,11 @@ class EvictionOrder:
         """Cached blocks of one owner."""
         entry = self._owners.get(owner)
         return entry.count if entry else 0
+
+    def largest(self, most: int) -> dict[str, int]:
+        """Cached blocks of the ``most`` owners that have most. O(owners)."""
+        found = nlargest(most, self._owners.values(), key=lambda entry: entry.count)
+        return {entry.name: entry.count for entry in found}
 
     def push(self, block: int, owner: str, weight: float) -> None:
         """``block`` is now the most recently used one, and belongs to ``owner``."""

@@ -26,6 +26,10 @@ from workers.engine.sequence import Sequence
 from workers.engine.slots import Slots
 from workers.protocol import FinishReason, Generate, SequenceOutput, WorkerStats
 
+OWNERS = 32
+"""Most tenants whose cached blocks are reported."""
+OWNERS_EVERY = 32
+
 
 class Planner:
     """The engine without a device and without a thread.
@@ -47,6 +51,8 @@ class Planner:
     ) -> None:
         self.config = config
         self.step = 0
+        self._owners_at = 0
+        self._owners_then: dict[str, int] = {}
         self.limits = Limits(blocks, config.block_size, max_context, vocab_size)
         self.pool = BlockPool(blocks, share=config.cache_share)
         self.roster = Roster(self.pool, self.limits, Slots(config, blocks))
@@ -237,7 +243,15 @@ class Planner:
             hot_prefixes=pool.hot_prefixes(),
             step_ms=step_ms,
             max_running=roster.slots.limit,
+            cached_by_tenant=self._owners(),
         )
+
+    def _owners(self) -> dict[str, int]:
+        """Counted anew every ``OWNERS_EVERY`` steps, and whenever nothing runs: a step must not pay for its readers."""
+        if not self.roster.running or not 0 <= self.step - self._owners_at < OWNERS_EVERY:
+            self._owners_at = self.step
+            self._owners_then = self.pool.cached_by_owner(OWNERS)
+        return self._owners_then
 
     def check(self) -> None:
         """Assert every invariant; only between steps. O(everything)."""

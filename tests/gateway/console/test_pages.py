@@ -8,6 +8,7 @@ import json
 import pytest
 from markupsafe import escape
 
+from gateway.console_data import ConsoleData
 from policies.types import Charge
 from tests.gateway.conftest import Start
 from tests.gateway.console.browser import PAGES, messages, text, visitor
@@ -209,3 +210,25 @@ async def test_a_page_that_does_not_change_is_sent_once(shared: Site) -> None:
             if lines.count(": still here") == 2:
                 break
     assert sum(line.startswith("data:") and "In force" in line for line in lines) == 1
+
+
+async def test_cached_blocks_are_shown_per_tenant_and_gone_after_a_purge(start: Start) -> None:
+    """What the worker itself says of each tenant's cache, on both pages; the worker knows no tenant's name."""
+    prompt = list(range(5, 5 + 16 * 6))
+    async with start() as site:
+        [handle] = site.dispatcher.workers
+
+        def rows() -> dict[str, int]:
+            return {row.id: row.cached_blocks for row in ConsoleData(site.gateway).tenants().rows}
+
+        assert (await site.complete("alpha", prompt=prompt)).status_code == 200
+        assert (await site.complete("beta", prompt=prompt[:40])).status_code == 200
+        await until(lambda: rows() == {"alpha": 6, "beta": 2}, "the report of an idle worker")
+        assert "alpha" not in repr(handle.stats)
+        workers = text((await site.admin.get("/console/workers")).text)
+        assert "Cached for alpha 6 beta 2" in workers
+        assert "6 blocks" in text((await site.admin.get("/console/tenants?q=alpha")).text)
+        assert (await site.admin.delete("/admin/tenants/alpha/cache")).status_code == 200
+        await until(lambda: rows() == {"alpha": 0, "beta": 2}, "the purge shows")
+        lines = (await site.admin.get("/metrics")).text
+        assert 'forebay_worker_kv_blocks{state="cached",worker=' in lines

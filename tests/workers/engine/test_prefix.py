@@ -168,3 +168,14 @@ def test_purge_while_running() -> None:
     assert drive.runner.holds(b"a") == 0
     assert drive.runner.holds(b"b") > 0
     assert drive.planner.pool.dirty == 0
+
+
+def test_cached_blocks_by_tenant_are_those_of_the_32_that_have_most() -> None:
+    drive = Drive(blocks=600)
+    for number in range(40):
+        drive.add(request(f"q{number}", 4 * (1 + number), tenant_key=f"t{number}", scope=bytes([number])))
+        drive.run()
+    reported = drive.planner.stats().cached_by_tenant
+    assert len(reported) == 32
+    assert reported["t39"] >= 40
+    assert "t0" not in reported

@@ -1,0 +1,21 @@
+"""What a device's memory holds, for ``forebay_device_memory_bytes``. Asked when Prometheus asks, never in a step."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def held(device: str, weights: int, kv: int) -> dict[str, int]:
+    """Bytes by kind: ``weights`` and ``kv`` as given; ``free``; on CUDA ``activations``, all that PyTorch keeps beside.
+
+    On a CPU activations come and go in the process's heap, where nothing tells them from the rest.
+    """
+    found = {"weights": weights, "kv": kv}
+    if device.startswith("cuda"):
+        found["free"] = torch.cuda.mem_get_info(torch.device(device))[0]
+        found["activations"] = max(0, torch.cuda.memory_reserved(torch.device(device)) - weights - kv)
+    else:
+        found["free"] = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return found
