@@ -184,7 +184,7 @@ class Dispatcher:
         rooms = [self._desk.flights.room(handle, now) for handle in self.workers if handle.available(now)]
         rooms = [room for room in rooms if room.open]
         return all(
-            any(room.fits(job, ticket.choices, suspect=ticket.suspect) for room in rooms)
+            any(room.fits(job, ticket.lines, suspect=ticket.suspect) for room in rooms)
             for job in self.queue.queued_jobs()
             if (ticket := self._desk.tickets[job.id])
         )
@@ -309,12 +309,12 @@ class Dispatcher:
 
     def _claim(self, job: Job) -> Claim:
         ticket = self._desk.tickets[job.id]
-        return ticket.choices, ticket.suspect
+        return ticket.lines, ticket.suspect
 
     def _could_fit(self, job: Job) -> bool:
         """A suspect is never waited for: others would stand still for its sake."""
         ticket = self._desk.tickets[job.id]
-        return not ticket.suspect and self.ready_for(job, ticket.choices) > 0
+        return not ticket.suspect and self.ready_for(job, ticket.lines) > 0
 
     def _dispatch(self, dispatch: Dispatch, rooms: list[Room], now: float) -> None:
         """Send one job. Whatever fails on the way ends that job only."""
@@ -345,14 +345,14 @@ class Dispatcher:
             self.queue.requeue(job.id, now, RequeueReason.WORKER_REFUSED)
             ticket.span = ticket.trace.begin("queue")
             return
-        load = Load(job.prompt_tokens, ticket.choices, started=False, suspect=ticket.suspect)
+        load = Load(job.prompt_tokens, ticket.lines, started=False, suspect=ticket.suspect)
         self._desk.flights.add(Flight(ticket, handle, choices, set(range(ticket.choices)), load))
         ticket.dispatched(handle, now, dispatch.waited_s)
         if dispatch.attempt == 1:
             self._landing.budget.earn()
         if room.stale:
             self._report_stale(handle)
-        room.take(job, ticket.choices, suspect=ticket.suspect)
+        room.take(job, ticket.lines, suspect=ticket.suspect)
         self._desk.monitor.routed(decision)
         self._desk.monitor.event(job, Transition.DISPATCHED, now, worker=handle.name)
 
@@ -360,7 +360,7 @@ class Dispatcher:
         """Ask the routing policy; one that fails or names nobody is replaced by the worker with least in flight."""
         job = ticket.job
         span = ticket.trace.begin("route")
-        fitting = {room.reported.name: room for room in rooms if room.fits(job, ticket.choices, suspect=ticket.suspect)}
+        fitting = {room.reported.name: room for room in rooms if room.fits(job, ticket.lines, suspect=ticket.suspect)}
         try:
             decision = self._routing().choose(job, [room.view for room in fitting.values()], now)
             room = fitting[decision.worker]
@@ -382,7 +382,7 @@ class Dispatcher:
     def _expired(self, ticket: Ticket, now: float) -> None:
         """Its wait ran out; the queue has let go of it already."""
         job = ticket.job
-        if self.ready_for(job, ticket.choices):
+        if self.ready_for(job, ticket.lines):
             error = shed(
                 "The request waited in the queue as long as its service class allows. Retry later.",
                 "queue_timeout",

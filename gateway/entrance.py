@@ -127,7 +127,7 @@ def clamped(prepared: Prepared, most: int) -> Prepared:
         return prepared
     return replace(
         prepared,
-        job=replace(prepared.job, max_tokens=generate.n * limit),
+        job=replace(prepared.job, max_tokens=generate.lines * limit),
         generate=with_fields(generate, max_tokens=limit),
         limited_by=None,
         notes={**prepared.notes, CLAMPED: str(limit)},

@@ -47,14 +47,14 @@ class Flight:
     def ended(self, index: int) -> None:
         """The worker reported the end of a choice: its slot is free."""
         self.open.discard(index)
-        if self.open:
+        if self.open and len(self.open) < self.load.choices:
             self.load.choices = len(self.open)
 
     def advance(self, output: SequenceOutput) -> None:
         """Note what the worker says of its progress, for the gate."""
         done = output.prompt_computed + output.prompt_cached
         left = max(0, self.ticket.job.prompt_tokens - done) if done else self.load.prompt_left
-        self.load.advance(left, started=bool(output.output_tokens or output.text is not None))
+        self.load.advance(left, started=bool(output.output_tokens or output.searched or output.text is not None))
 
 
 class Flights:
@@ -122,7 +122,7 @@ class Flights:
         return pace
 
     def _learn(self, flight: Flight) -> None:
-        most = flight.ticket.job.max_tokens // max(1, len(flight.choices))
+        most = flight.ticket.job.max_tokens // max(1, flight.ticket.lines)
         for choice in flight.choices:
             if choice.finish in ("stop", "length"):
                 self._answers.ended(choice.billed, most)

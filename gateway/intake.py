@@ -190,7 +190,7 @@ class Intake:
             tenant=tenant.id,
             model=model.name,
             prompt_tokens=len(tokens),
-            max_tokens=request.n * max_tokens,
+            max_tokens=request.lines * max_tokens,
             arrived_at=now,
             weight=tenant.weight,
             user=principal.user,
@@ -211,6 +211,7 @@ class Intake:
             max_tokens=max_tokens,
             params=request.params,
             n=request.n,
+            beams=request.beams,
             scope=scope.key,
             tenant_key=self.tenant_keys.key(tenant.id),
             weight=tenant.weight,
@@ -329,12 +330,14 @@ def _output_budget(
     if prompt >= context.tokens:
         raise context.refuse(prompt, request.max_tokens or 1, _param(request))
     most = tenant.limits.max_output_tokens
-    if most is not None and request.n * (request.max_tokens or 1) > most:
-        asked = f"{request.n} x {request.max_tokens or 1}" if request.n > 1 else str(request.max_tokens)
+    lines = request.lines
+    if most is not None and lines * (request.max_tokens or 1) > most:
+        asked = f"{lines} x {request.max_tokens or 1}" if lines > 1 else str(request.max_tokens)
+        many = "n" if lines == request.n else "best_of"
         raise bad_request(
             f"{asked} output tokens are more than your tenant's limit of {most} per request (all choices together). "
-            f"Lower {request.max_tokens_param} or n.",
-            param=request.max_tokens_param if request.max_tokens else "n",
+            f"Lower {request.max_tokens_param} or {many}.",
+            param=request.max_tokens_param if request.max_tokens else many,
             code="max_output_tokens_exceeded",
         )
     if request.max_tokens is not None:
@@ -343,10 +346,10 @@ def _output_budget(
         return request.max_tokens, None
     allowed = {"context": context.tokens - prompt}
     if most is not None:
-        allowed["max_output_tokens"] = most // request.n
+        allowed["max_output_tokens"] = most // lines
     if tenant.limits.tokens_per_minute is not None:
         # A prompt that leaves nothing is the quota policy's to refuse: it knows whether the limit is in force.
-        allowed["tokens_per_minute"] = max(1, (tenant.limits.tokens_per_minute - prompt) // request.n)
+        allowed["tokens_per_minute"] = max(1, (tenant.limits.tokens_per_minute - prompt) // lines)
     limit = min(allowed, key=lambda name: allowed[name])
     if allowed[limit] < model.default_max_tokens:
         return allowed[limit], limit

@@ -99,10 +99,13 @@ class Landing:
             self._desk.flights.remove(flight)
         if ticket.done:
             return
-        charge = ticket.meter.observe(output.index, output.prompt_computed, output.prompt_cached, choice.billed)
+        ran = choice.billed if output.searched is None else output.searched
+        charge = ticket.meter.observe(output.index, output.prompt_computed, output.prompt_cached, ran)
         if charge.total:
             self._desk.charge(ticket, charge, now)
-        if delta.billed:
+        if output.searched:
+            self._begun(ticket, now)
+        elif delta.billed:
             self._produced(flight, output.index, delta.billed, now)
         if delta.error is not None or (delta.finish == "cancelled" and not ticket.cancelled):
             self._failed(flight, delta.error or "cancelled", now)
@@ -126,10 +129,13 @@ class Landing:
         if before is not None:
             self._desk.monitor.gap(ticket.job, (now - before) / tokens)
         flight.last_token_at[index] = now
-        if ticket.produced(now):
-            self._desk.monitor.event(ticket.job, Transition.FIRST_TOKEN, now, worker=ticket.worker)
+        self._begun(ticket, now)
         if flight.load.suspect and flight.produced > ticket.lost_at:
             self._absolve(flight)
+
+    def _begun(self, ticket: Ticket, now: float) -> None:
+        if ticket.produced(now):
+            self._desk.monitor.event(ticket.job, Transition.FIRST_TOKEN, now, worker=ticket.worker)
 
     def _failed(self, flight: Flight, code: str, now: float) -> None:
         """A choice ended by an error: so does the request, or its attempt."""

@@ -53,7 +53,7 @@ def fingerprint(tenant: str, model: str, generate: Generate) -> bytes:
         tenant.encode(),
         model.encode(),
         msgspec.msgpack.encode(generate.params),
-        f"{generate.n} {generate.max_tokens} {generate.adapter!r}".encode(),
+        f"{generate.n} {generate.max_tokens} {generate.adapter!r} {generate.beams!r}".encode(),
         array("q", generate.tokens).tobytes(),
     ):
         digest.update(len(part).to_bytes(8, "big"))

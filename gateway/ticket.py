@@ -99,6 +99,11 @@ class Ticket:
         return self.prepared.generate.n
 
     @property
+    def lines(self) -> int:
+        """Slots it takes at a worker: its choices, or its beams."""
+        return self.prepared.generate.lines
+
+    @property
     def usage(self) -> Usage:
         """What ran so far, over all attempts."""
         return self.meter.usage

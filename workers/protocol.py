@@ -18,8 +18,8 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 2
-"""2: a ``Cancel`` may name one choice."""
+PROTOCOL = 3
+"""2: a ``Cancel`` may name one choice. 3: a ``Generate`` may ask for beam search."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -45,6 +45,18 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Besides the model's own end tokens. Stop *strings* are the gateway's: it sees the text."""
 
 
+class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Search for the likeliest answers instead of drawing them. ``SamplingParams`` then counts for its ends only."""
+
+    width: int
+    """Beams: lines that are followed at once, at least ``Generate.n``."""
+    length_penalty: float = 1.0
+    """An answer's score is the sum of its log probabilities ÷ length ** this; above 0 favours long answers."""
+    early_stopping: bool | Literal["never"] = False
+    """True: end with ``width`` answers. False: when the best beam, as long as it is, cannot beat the worst of them.
+    ``never``: when it could not at whatever length."""
+
+
 class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
     """Run one request: ``n`` sequences over one prompt."""
 
@@ -64,12 +76,20 @@ class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
     """W3C ``traceparent`` / ``tracestate`` of the gateway's chat span."""
     public_prefix_tokens: int = 0
     """How many leading tokens lie in an operator-registered public prefix."""
+    beams: Beams | None = None
+    """Beam search: the ``n`` best answers, best first. They come whole, with their last outputs."""
+
+    @property
+    def lines(self) -> int:
+        """Sequences that run at once when the prompt is computed."""
+        return self.n if self.beams is None else self.beams.width
 
 
 class Cancel(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel"):
     """Stop all sequences of a request, or one of its choices, whatever their state. Unknown ones are ignored.
 
-    A first choice whose prompt the others wait for ends when the prompt is computed, the others at once.
+    A first choice whose prompt the others wait for ends when the prompt is computed, the others at once. A beam
+    search has no choices before its end: only all of it can be stopped.
     """
 
     id: str
@@ -134,6 +154,9 @@ class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """With ``finish="error"``: a code of ``ERRORS``."""
     logprobs: list[TokenLogprob] = []
     timings: Timings | None = None
+    searched: int | None = None
+    """Of a beam search, at index 0: output tokens of all beams so far (cumulative), which are what ran; 0 at the
+    others. None: ``output_tokens`` ran."""
 
 
 ERRORS = ("prompt_too_long", "overloaded", "internal", "draining", "bad_request")

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import islice
 
 from workers import lifeline, log, options
 from workers.engine.plan import Sampled, StepPlan, StepResult
@@ -90,6 +91,10 @@ class EchoRunner:
         over = self._echo.stop_after is not None and produced >= self._echo.stop_after
         place = (produced + sequence.index * self._echo.shift) % sequence.prompt_len
         token = EOS if over else sequence.tokens[place]
+        if sequence.search is not None:
+            others = (other for other in range(self._echo.vocab_size) if other != token)
+            rest = islice(others, sequence.search.candidates - 1)
+            return Sampled([], candidates=[(token, -0.1), *((other, -3.0 - rank) for rank, other in enumerate(rest))])
         if sequence.params.logprobs is None:
             return Sampled([token])
         return Sampled([token], [TokenLogprob(token, -0.5, [(token, -0.5)] * min(1, sequence.params.logprobs))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,13 +51,16 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """What the model thinks comes next."""
+class Held:
+    """What a search holds after a step."""
 
-    top: list[tuple[int, float]]
-    """(token, log probability), best first."""
-    cached: int
-    """Tokens of the line that were in the prefix cache."""
+    beams: int
+    blocks: int
+    """In use."""
+    spared: int
+    """How many more they were if every beam had its own."""
+    answers: list[list[int]]
+    """Best first; none before the last step."""
 
 
 class BenchEngine:
@@ -84,8 +87,6 @@ class BenchEngine:
         )
         self._news: list[News] = []
         self._open: dict[str, int] = {}
-        self._scores: dict[str, Scored] = {}
-        self._scored = 0
         self.steps = Steps()
 
     @property
@@ -128,24 +129,21 @@ class BenchEngine:
         self.steps = Steps()
         return pump.run(self, work, progress)
 
-    def score(self, lines: Sequence[Sequence[int]], top: int) -> list[Scored]:
-        """The ``top`` likeliest next tokens of every line. Raises BenchError when the engine refuses one."""
-        from workers.protocol import Generate, SamplingParams
+    def search(self, prompt: Sequence[int], width: int, length: int) -> Iterator[Held]:
+        """A beam search; after every step what is held. Raises BenchError when the engine refuses it."""
+        from workers.protocol import Beams, Generate, SamplingParams
 
-        params = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=top)
-        names = [f"score-{self._scored + index}" for index in range(len(lines))]
-        self._scored += len(lines)
-        for name, tokens in zip(names, lines, strict=True):
-            self._open[name] = 1
-            self._engine.submit(Generate(name, list(tokens), 1, params, scope=b"bench", tenant_key="bench"))
-        waiting = set(names)
-        while waiting:
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        name, pool = f"search-{id(prompt)}", self._engine.planner.pool
+        self._open[name] = width
+        self._engine.submit(Generate(name, list(prompt), length, params, n=width, beams=Beams(width), scope=b"bench"))
+        answers: list[list[int]] = []
+        while name in self._open:
             for news in self.step():
                 if news.error is not None:
-                    raise BenchError(f"the engine refused to score a line: {news.error}")
-                if news.finished:
-                    waiting.discard(news.id)
-        return [self._scores.pop(name) for name in names]
+                    raise BenchError(f"the engine refused a search of {width} beams: {news.error}")
+                answers += [list(news.tokens)] if news.tokens else []
+            yield Held(len(self._engine.planner.roster.running), pool.used, pool.spared, answers)
 
     def check(self, work: Load) -> None:
         """Raises BenchError for a load that does not fit the context or the cache."""
@@ -168,8 +166,6 @@ class BenchEngine:
         self._news += map(self._of, outputs.outputs)
 
     def _of(self, output: SequenceOutput) -> News:
-        if output.logprobs:
-            self._scores[output.id] = Scored(output.logprobs[0].top, output.prompt_cached)
         ended = output.finish is not None
         if ended:
             self._open[output.id] -= 1

@@ -18,9 +18,10 @@ import msgspec
 
 from gateway.errors import bad_request
 from gateway.http import unsupported
+from gateway.http.beams import beams
 from gateway.http.jsonfields import Field, between, read, read_any, scrap, split
 from gateway.http.jsonfields import field as spec
-from workers.protocol import SamplingParams
+from workers.protocol import Beams, SamplingParams
 
 MAX_N = 16
 MAX_STOPS = 4
@@ -53,6 +54,8 @@ class Request:
     max_tokens_param: str = "max_tokens"
     """The field that gave it, for messages."""
     n: int = 1
+    beams: Beams | None = None
+    """Beam search for the ``n`` best answers."""
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
@@ -60,6 +63,11 @@ class Request:
     user: str | None = None
     """A label that the client chose; never an identity."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def lines(self) -> int:
+        """Answers that are worked on at once: choices, or beams."""
+        return self.n if self.beams is None else self.beams.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +196,7 @@ def _common(fields: Mapping[str, msgspec.Raw], extra_params: Mapping[str, Any]) 
         raise bad_request("stream_options is only allowed with stream: true.", param="stream_options")
     return common | {
         "model": model,
+        "beams": beams(fields, common["n"]),
         "params": SamplingParams(**params, **extra_params),
         "stop": (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop)),
         "include_usage": options is not None and bool(options.include_usage),

@@ -1,6 +1,6 @@
 """Fields that clients know from the OpenAI API or vLLM, that would change the answer, and that are not implemented.
 
-Such a field gets 400 with its name, unless its value asks for what happens anyway (``tools: []``, ``best_of: 1``):
+Such a field gets 400 with its name, unless its value asks for what happens anyway (``tools: []``, ``typical_p: 1``):
 an ignored field would be a wrong answer that looks right. Everything not listed here nor in ``schemas.py`` is harmless
 or none of the caller's business (``cache_salt``, ``tenant``, ``priority`` …) and is ignored.
 """
@@ -35,10 +35,6 @@ _OUTPUT = "the output always comes as plain text in the API's own shape"
 _TRANSFER = "internal to the server; requests cannot set it"
 
 _BOTH: dict[str, Unsupported] = {
-    "best_of": Unsupported("answers are not ranked; use 'n' and choose yourself", (1,)),
-    "use_beam_search": Unsupported("beam search is not implemented", (False,)),
-    "length_penalty": Unsupported("beam search is not implemented", (1, 1.0)),
-    "early_stopping": Unsupported("beam search is not implemented", (False,)),
     "repetition_penalty": Unsupported("use 'presence_penalty' or 'frequency_penalty'", (1, 1.0)),
     "typical_p": Unsupported(_SAMPLER, (1, 1.0)),
     "top_a": Unsupported(_SAMPLER, (0, 0.0)),

@@ -101,7 +101,8 @@ class Batching:
         for sequence in self._order():
             computed = sequence.computed
             if len(sequence.tokens) - computed != 1 or sequence.high_water < sequence.prompt_len:
-                prompts.append(sequence)
+                if len(sequence.tokens) > computed:  # not a beam that waits for the others
+                    prompts.append(sequence)
                 continue
             if computed < sequence.prompt_len:
                 self._mixed = True  # its prompt was computed but gave no token; choices may share its last block
@@ -140,16 +141,14 @@ class Batching:
             victim = None if self._pool.dirty else roster.victim()
             if victim is None:
                 return -1, budget
-            lost = set(victim.blocks)
+            group = set(roster.group(victim))
+            lost = {block for one in group for block in one.blocks}
             roster.preempt(victim, now)
-            for index, chunk in enumerate(plan.chunks):
-                if chunk.sequence is victim:
-                    budget += chunk.count
-                    del plan.chunks[index]
-                    break
+            budget += sum(chunk.count for chunk in plan.chunks if chunk.sequence in group)
+            plan.chunks[:] = [chunk for chunk in plan.chunks if chunk.sequence not in group]
             if plan.copies:
                 plan.copies = [copy for copy in plan.copies if copy[1] not in lost]
-            if victim is sequence:
+            if sequence in group:
                 return -1, budget
 
     def _prompts(self, plan: StepPlan, budget: int, prompts: list[Sequence]) -> int:
@@ -172,7 +171,7 @@ class Batching:
         samplers: tuple[Sequence, ...] = ()
         if start + rows == known:
             samplers = (sequence,)
-            if sequence.siblings:
+            if sequence.siblings and sequence.search is None:
                 roster = self._roster
                 # Slots of other leads' choices are spoken for; at least its own were kept free at admission.
                 free = roster.slots.limit - len(roster.running) - (roster.riders - len(sequence.siblings))

@@ -4,16 +4,19 @@ Rules
 - The result is checked against the plan before anything changes.
 - A token is counted once: what lies below ``high_water`` is recompute and nobody's bill.
 - A choice forks before its lead takes its own token: the lead may end with it and give the blocks back.
+- A beam only tells its candidates; when the last of a search has, the search takes its turn. What beams produce is not
+  published: most of it is given up.
 - A block is published after the forward pass that filled it, so nobody can hit what was not computed.
 """
 
 from __future__ import annotations
 
+from workers.engine.beams import BeamSearch, assign
 from workers.engine.outputs import ends, last_output, output
 from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from workers.engine.roster import Roster
 from workers.engine.sequence import Sequence
-from workers.protocol import SequenceOutput
+from workers.protocol import FinishReason, SequenceOutput
 
 MAX_DRY_STEPS = 8
 """So many steps without a token in a row, and a sequence ends with an error: it must not hang."""
@@ -52,6 +55,10 @@ class Commit:
             if end // size > sequence.published and sequence.chain is not None:
                 self._publish(sequence, end // size)
             samplers = chunk.samplers
+            if sequence.search is not None and samplers:
+                outputs += self._search(sequence, sequence.search, sampled[cursor], now)
+                cursor += 1
+                continue
             if not samplers:
                 if not sequence.index:
                     outputs.append(output(sequence, [], []))
@@ -88,6 +95,8 @@ class Commit:
         """Register the blocks that are full now. A key that exists already keeps its block."""
         chain = sequence.chain
         assert chain is not None
+        if sequence.search is not None:
+            full = min(full, sequence.prompt_len // self._size)
         keys, blocks = sequence.keys, sequence.blocks
         chain.extend(keys, sequence.tokens, full)
         publish = self._roster.pool.publish
@@ -123,6 +132,49 @@ class Commit:
             return output(sequence, tokens, logprobs)
         roster.end(sequence, finish, now)
         return last_output(sequence, tokens, logprobs)
+
+    def _search(self, beam: Sequence, search: BeamSearch, sampled: Sampled, now: int) -> list[SequenceOutput]:
+        """One beam's part of a turn; the last one's takes it. News of the search, which is told under choice 0."""
+        if beam.finish is not None:  # another beam's part ended the search
+            return []
+        if len(sampled.candidates) < search.candidates:
+            return self._answered(search, now, "internal")
+        if not search.tell(beam, sampled.candidates):
+            return []
+        roster, lead, billed = self._roster, search.lead, search.billed
+        steps = search.turn()
+        roster.service.add(beam.tenant_key, search.billed - billed)
+        lead.first_token_ns = lead.first_token_ns or now
+        for member in search.members:
+            if member.record is not None:
+                member.record.produced(now, 1)
+        if not steps:
+            return self._answered(search, now)
+        for child in list(lead.siblings):
+            roster.fork(lead, child)
+        carried = assign(steps, search.members)
+        for carrier, step in carried:
+            if carrier is not step.parent:
+                roster.take_over(carrier, step.parent)
+        for carrier, step in carried:
+            carrier.tokens.append(step.token)
+        search.settle([(carrier, step.score) for carrier, step in carried])
+        return [output(lead, [], [])]
+
+    def _answered(self, search: BeamSearch, now: int, error: str | None = None) -> list[SequenceOutput]:
+        """The search is over: its best answers, best first, or ``error`` for all."""
+        news: list[SequenceOutput] = []
+        answers = [] if error else search.answers
+        for rank, member in enumerate(search.members):
+            finish: FinishReason = "error" if error else "cancelled"
+            if rank < len(answers):
+                answer = answers[rank]
+                finish = "stop" if answer.ended else "length"
+                member.tokens[member.prompt_len :] = answer.tokens
+            self._roster.end(member, finish, now, error)
+            if not member.silent:
+                news.append(last_output(member, member.output, []))
+        return news
 
     def _none(self, sequence: Sequence, now: int) -> SequenceOutput:
         """No token came: its last known token is computed once more in the next step, a bounded number of times."""

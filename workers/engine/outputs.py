@@ -22,26 +22,29 @@ def output(sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprob]) 
         return SequenceOutput(
             sequence.id, sequence.index, tokens, None, len(sequence.tokens) - sequence.prompt_len, logprobs=logprobs
         )
+    search = sequence.search
     return SequenceOutput(
         sequence.id,
         0,
         tokens,
         None,
-        len(sequence.tokens) - sequence.prompt_len,
+        len(sequence.tokens) - sequence.prompt_len if search is None else 0,  # its answers come with its end
         sequence.prompt_computed,
         sequence.prompt_cached,
         logprobs=logprobs,
+        searched=None if search is None else search.billed,
     )
 
 
 def last_output(sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprob]) -> SequenceOutput:
     """The message with ``finish``: sent exactly once per sequence."""
     first = sequence.index == 0
+    search = sequence.search
     return SequenceOutput(
         id=sequence.id,
         index=sequence.index,
         tokens=tokens,
-        output_tokens=sequence.output_len,
+        output_tokens=len(tokens) if search is not None else sequence.output_len,
         prompt_computed=sequence.prompt_computed if first else 0,
         prompt_cached=sequence.prompt_cached if first else 0,
         finish=sequence.finish,
@@ -54,4 +57,5 @@ def last_output(sequence: Sequence, tokens: list[int], logprobs: list[TokenLogpr
             sequence.finished_ns,
             sequence.preemptions,
         ),
+        searched=None if search is None else (search.billed if first else 0),
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from workers.engine.beams import Candidate
 from workers.engine.sequence import Sequence
 from workers.protocol import TokenLogprob
 
@@ -52,6 +54,8 @@ class Sampled:
 
     tokens: list[int]
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    candidates: Items[Candidate] = ()
+    """For a beam (``Sequence.search``), instead of tokens: its ``search.candidates`` likeliest, best first."""
 
 
 @dataclass(slots=True)

@@ -53,12 +53,13 @@ class Planner:
         self.step = 0
         self._owners_at = 0
         self._owners_then: dict[str, int] = {}
-        self.limits = Limits(blocks, config.block_size, max_context, vocab_size)
+        eos = frozenset(eos_ids)
+        self.limits = Limits(blocks, config.block_size, max_context, vocab_size, eos)
         self.pool = BlockPool(blocks, share=config.cache_share)
         self.roster = Roster(self.pool, self.limits, Slots(config, blocks))
         self._maker = SequenceMaker(
             revision=revision,
-            eos=frozenset(eos_ids),
+            eos=eos,
             block_size=config.block_size,
             prefix_cache=config.prefix_cache and config.kv_cache_reuse,
             seed=config.seed,
@@ -80,11 +81,15 @@ class Planner:
     def add(self, generate: Generate, now: int = 0) -> list[Sequence]:
         """Take a request: its ``n`` sequences, in line, or all with ``finish="error"`` when it can never run.
 
+        The further beams of a search are in line too, but nothing is ever told of them.
+
         Raises ValueError for an id that is unfinished here already.
         """
         if generate.id in self.roster.requests:
             raise ValueError(f"id: {generate.id!r} is running already; request ids must be unique")
         refusal = self.limits.refusal(generate)
+        if generate.beams is not None and not self.config.kv_cache_reuse:
+            refusal = "bad_request"  # beams are lines of blocks
         sequences = self._maker.make(generate, self._ranks, now)
         if refusal is not None:
             for sequence in sequences:
@@ -96,19 +101,21 @@ class Planner:
         else:
             for sequence in sequences:  # without a cache there is nothing that choices could share
                 self.roster.enter([sequence])
-        return sequences
+        return [sequence for sequence in sequences if not sequence.silent]
 
     def cancel(self, request_id: str, now: int = 0, index: int | None = None) -> list[SequenceOutput]:
         """End all sequences of a request, or one choice; their last outputs. Unknown ones: none.
 
         Between plan and commit it waits for the commit, which returns the outputs: a device may be writing the blocks.
-        A choice on whose prompt others ride ends by the commit that lets these go.
+        A choice on whose prompt others ride ends by the commit that lets these go. One answer of a beam search cannot
+        be cancelled.
         """
         if self._open is not None:
             self._cancels.append((request_id, index))
             return []
         if index is not None and any(
-            sequence.index == index and sequence.siblings for sequence in self.roster.requests.get(request_id, ())
+            one.index == index and one.siblings and one.search is None
+            for one in self.roster.requests.get(request_id, ())
         ):
             if (request_id, index) not in self._cancels:
                 self._cancels.append((request_id, index))
@@ -125,13 +132,13 @@ class Planner:
         self, request_id: str, finish: FinishReason, now: int, error: str | None, index: int | None = None
     ) -> list[SequenceOutput]:
         known = self.roster.requests.get(request_id, ())
-        ended = [sequence for sequence in known if index is None or sequence.index == index]
+        ended = [one for one in known if index is None or (one.index == index and one.search is None)]
         if self._cancels and index is None:
             self._cancels = [waiting for waiting in self._cancels if waiting[0] != request_id]
         for sequence in ended:
             self.roster.end(sequence, finish, now, error)
         self.roster.sweep()
-        return [last_output(sequence, [], []) for sequence in ended]
+        return [last_output(sequence, [], []) for sequence in ended if not sequence.silent]
 
     def plan(self, now: int = 0) -> StepPlan | None:
         """What to compute next; None when there is nothing. Raises RuntimeError while a plan is open."""

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite
 
+from workers.engine.beams import BeamSearch
 from workers.engine.block_hash import KeyChain
 from workers.engine.record import SequenceRecord
 from workers.engine.sequence import Sequence
-from workers.protocol import Generate
+from workers.protocol import Beams, Generate
 
 MAX_CHOICES = 1024
+MAX_BEAMS = 64
+MAX_PENALTY = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +30,15 @@ class Limits:
     block_size: int
     max_context: int
     vocab_size: int | None = None
+    eos: frozenset[int] = frozenset()
 
-    def worst_blocks(self, prompt: int, max_tokens: int) -> int:
-        """Blocks one sequence ever needs: its last token is produced but never computed."""
-        return -(-(prompt + max_tokens - 1) // self.block_size)
+    def worst_blocks(self, prompt: int, max_tokens: int, beams: int = 1) -> int:
+        """Blocks one sequence, or one beam search, ever needs: its last token is produced but never computed.
+
+        Beams share the prompt's full blocks; everything after them each may have of its own.
+        """
+        whole = -(-(prompt + max_tokens - 1) // self.block_size)
+        return whole + (beams - 1) * (whole - prompt // self.block_size)
 
     def refusal(self, generate: Generate) -> str | None:
         """Why this request can never run, or None."""
@@ -46,7 +54,10 @@ class Limits:
             return "bad_request"
         if prompt + generate.max_tokens > self.max_context:
             return "prompt_too_long"
-        if self.worst_blocks(prompt, generate.max_tokens) > self.blocks:
+        beams = generate.beams
+        if beams is not None and not self._searchable(generate, beams):
+            return "bad_request"
+        if self.worst_blocks(prompt, generate.max_tokens, beams.width if beams else 1) > self.blocks:
             return "prompt_too_long"
         ceiling = self.vocab_size if self.vocab_size is not None else 2**31
         if min(generate.tokens) < 0 or max(generate.tokens) >= ceiling:
@@ -55,6 +66,12 @@ class Limits:
         if bias and (min(bias) < 0 or max(bias) >= ceiling):
             return "bad_request"
         return None
+
+    def _searchable(self, generate: Generate, beams: Beams) -> bool:
+        """Whether the figures make a search: enough beams for the answers, and tokens for the beams to differ in."""
+        ends = len(self.eos) + len(generate.params.stop_token_ids)
+        fits = self.vocab_size is None or max(2, 1 + ends) * beams.width <= self.vocab_size
+        return generate.n <= beams.width <= MAX_BEAMS and abs(beams.length_penalty) <= MAX_PENALTY and fits
 
 
 def stream_seed(generate: Generate, index: int, engine_seed: int) -> int:
@@ -77,9 +94,10 @@ class SequenceMaker:
     records: bool
 
     def make(self, generate: Generate, ranks: Iterator[int], now: int) -> list[Sequence]:
-        """The ``n`` choices, first to last, ranked by arrival. Each has its own list of the prompt's tokens."""
+        """The ``n`` choices or all beams, first to last, ranked by arrival. Each has its own list of the tokens."""
         made: list[Sequence] = []
-        for index in range(max(1, min(generate.n, MAX_CHOICES))):
+        search = self._search(generate)
+        for index in range(max(1, min(max(generate.n, generate.lines), MAX_CHOICES))):
             sequence = Sequence(
                 id=generate.id,
                 index=index,
@@ -95,7 +113,11 @@ class SequenceMaker:
                 eos=self.eos,
                 seed=stream_seed(generate, index, self.seed),
                 received_ns=now,
+                search=search,
+                silent=index >= max(1, generate.n),
             )
+            if search is not None:
+                search.members.append(sequence)
             if self.prefix_cache:
                 sequence.chain = KeyChain(
                     generate.scope,
@@ -104,7 +126,7 @@ class SequenceMaker:
                     self.block_size,
                     public_tokens=generate.public_prefix_tokens,
                 )
-            if self.records:
+            if self.records and not sequence.silent:
                 sequence.record = SequenceRecord(
                     id=generate.id,
                     index=index,
@@ -116,3 +138,10 @@ class SequenceMaker:
                 )
             made.append(sequence)
         return made
+
+    def _search(self, generate: Generate) -> BeamSearch | None:
+        if generate.beams is None:
+            return None
+        eos = frozenset() if generate.params.ignore_eos else self.eos
+        ends = eos | frozenset(generate.params.stop_token_ids)
+        return BeamSearch(generate.beams, generate.n, generate.max_tokens, ends)

@@ -6,6 +6,8 @@ Rules
   away and note the departure, ``sweep`` takes the departed out of the list.
 - Admission gives a sequence the blocks of all its known tokens at once, so a prompt, once begun, never waits for room;
   only growth by output can run out of blocks.
+- The beams of a search come and go together: they are admitted as their lead, which computes the prompt, and when one
+  loses its blocks all do, and the search starts over.
 - A sequence preempted ``MAX_PREEMPTIONS`` times comes back only when its worst case fits, and that is promised to it:
   others cannot take promised blocks, and it is never a victim again. So every sequence is preempted a bounded number of
   times, and whoever holds a promise always gets on: the engine cannot stand still.
@@ -86,8 +88,9 @@ class Roster:
         spare = pool.available - self.promised - pool.idle(hits)
         worst = 0
         if sequence.preemptions >= MAX_PREEMPTIONS:
-            worst = self.limits.worst_blocks(sequence.prompt_len, sequence.max_tokens) - len(hits)
-            if sequence.siblings and worst < self.limits.blocks - len(hits):
+            beams = sequence.search.width if sequence.search is not None else 1
+            worst = self.limits.worst_blocks(sequence.prompt_len, sequence.max_tokens, beams) - len(hits)
+            if beams == 1 and sequence.siblings and worst < self.limits.blocks - len(hits):
                 worst += 1  # the shared tail is copied once the prompt is computed
             missing = worst - spare
         else:
@@ -126,10 +129,11 @@ class Roster:
 
     def grow(self, sequence: Sequence) -> int:
         """One more block for a running sequence, or -1 when none is left for it."""
-        if sequence in self._promises:
-            left = self._promises[sequence]
+        holder = sequence if sequence.search is None else sequence.search.lead
+        if holder in self._promises:
+            left = self._promises[holder]
             if left:
-                self._promises[sequence] = left - 1
+                self._promises[holder] = left - 1
                 self.promised -= 1
                 return self.pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged)
         if self.pool.available <= self.promised:
@@ -166,6 +170,23 @@ class Roster:
             child.record.scheduled_ns = lead.scheduled_ns
         insort(self.running, child, key=by_arrival)
 
+    def group(self, sequence: Sequence) -> list[Sequence]:
+        """Everybody who loses its blocks with it, itself included."""
+        return [sequence] if sequence.search is None else sequence.search.members
+
+    def take_over(self, beam: Sequence, parent: Sequence) -> None:
+        """``beam`` lets its own line go and carries on the parent's: same tokens, same blocks, one more user each."""
+        self.pool.acquire(parent.blocks)
+        freed = self._release(beam)
+        beam.blocks = list(parent.blocks)
+        beam.tokens = list(parent.tokens)
+        beam.computed = parent.computed
+        assert beam.search is not None
+        lead = beam.search.lead
+        if lead in self._promises:  # what this line had is needed again by the one that took its place
+            self._promises[lead] += freed
+            self.promised += freed
+
     def dismount(self, lead: Sequence) -> None:
         """Choices for which no slot was left at the fork run later on their own; the prompt is not billed again."""
         self.riders -= len(lead.siblings)
@@ -176,18 +197,34 @@ class Roster:
 
     def preempt(self, sequence: Sequence, now: int, reason: str = "kv_pressure") -> None:
         """Take its blocks and put it back in line. ``runner_error`` is nobody's preemption and is not counted."""
+        pressed = reason == "kv_pressure"
+        self.preemptions += pressed
+        group = self.group(sequence)
+        lead = group[0]
+        self.riders -= len(lead.siblings)
+        for one in group:
+            if one.blocks:
+                self._gone.add(one)
+            self._withdraw(one, now, reason)
+            one.preemptions += pressed
+            if one.record is not None:
+                one.record.preemptions = one.preemptions
+        if lead.search is not None:
+            lead.search.restart()
+            lead.siblings = group[1:]
+        self._redeem(lead)
+        self.waiting.put_back(lead)
+
+    def _withdraw(self, sequence: Sequence, now: int, reason: str) -> None:
+        """Its blocks go, nothing of it is computed any more; a beam forgets its line too."""
+        ran = bool(sequence.blocks)
         freed = self._release(sequence)
-        if reason == "kv_pressure":
-            sequence.preemptions += 1
-            self.preemptions += 1
-        if sequence.record is not None:
-            sequence.record.preemptions = sequence.preemptions
+        if sequence.record is not None and ran:
             sequence.record.preempted(now, reason, freed)
         sequence.computed = 0
         sequence.published = 0
-        self.riders -= len(sequence.siblings)
-        self._gone.add(sequence)
-        self.waiting.put_back(sequence)
+        if sequence.search is not None:
+            del sequence.tokens[sequence.prompt_len :]
 
     def end(self, sequence: Sequence, finish: FinishReason, now: int, error: str | None = None) -> None:
         """Its last act: blocks back, out of every book. Call ``sweep`` afterwards."""
@@ -203,6 +240,7 @@ class Roster:
             else:
                 self._alight(sequence, living)
         self._release(sequence)
+        self._redeem(sequence)
         if finish in ("stop", "length"):
             self.slots.ended(len(sequence.tokens))
         self.purges.ended(sequence)
@@ -233,14 +271,16 @@ class Roster:
 
     def _release(self, sequence: Sequence) -> int:
         blocks, sequence.blocks = sequence.blocks, []
-        promise = self._promises.pop(sequence, 0)
-        self.promised -= promise
         if not sequence.purged:
             return self.pool.release(blocks)
         before = self.pool.dirty
         freed = self.pool.release(blocks)
         self.purges.dirtied(sequence, self.pool.dirty - before)
         return freed
+
+    def _redeem(self, holder: Sequence) -> None:
+        """Nothing is promised to it any more."""
+        self.promised -= self._promises.pop(holder, 0)
 
     @property
     def preempted(self) -> bool:
@@ -272,7 +312,7 @@ class Roster:
                 if waits or sequence.blocks:
                     placed.extend((sequence, *sequence.siblings))
                 assert sequence.computed <= len(sequence.blocks) * self.limits.block_size
-                assert 0 <= sequence.computed < len(sequence.tokens)
+                assert 0 <= sequence.computed < len(sequence.tokens) + (sequence.search is not None)
                 assert sequence.preemptions <= MAX_PREEMPTIONS
                 for block in sequence.blocks:
                     users[block] += 1
@@ -281,5 +321,5 @@ class Roster:
         assert {s for s in placed if s.blocks} == set(self.running)
         assert users == self.pool.ref
         assert self.riders == sum(len(s.siblings) for s in self.running)
-        assert self.promised == sum(self._promises.values()) <= self.pool.available
+        assert self.promised == sum(self._promises.values()) <= self.pool.available + self.pool.dirty
         self.pool.check()

@@ -5,7 +5,8 @@ Rules
 - ``tokens`` = prompt + output so far ("known tokens"); ``computed`` of them have keys and values in ``blocks``
   ("computed tokens"). Every step, computed catches up with known; there is no prefill phase and no decode phase.
 - 0 <= computed <= len(tokens) - 1 whenever the sequence waits for its next step: the last known token is always
-  computed again or for the first time, since its logits give the next one.
+  computed again or for the first time, since its logits give the next one. Only a beam that waits for the others of its
+  search has computed them all.
 - ``blocks[i]`` holds positions [i*block_size, (i+1)*block_size); len(blocks) * block_size >= computed.
 - ``finish`` is set exactly once, by the engine loop.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from workers.engine.beams import BeamSearch
 from workers.engine.block_hash import BlockKey, KeyChain
 from workers.engine.record import SequenceRecord
 from workers.protocol import FinishReason, SamplingParams, TokenLogprob
@@ -56,6 +58,10 @@ class Sequence:
     finish: FinishReason | None = None
     error: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    search: BeamSearch | None = None
+    """The beam search whose beam this is."""
+    silent: bool = False
+    """A beam beyond the choices that were asked for: nothing is reported of it."""
 
     received_ns: int = 0
     scheduled_ns: int = 0

@@ -60,7 +60,7 @@ class Stretch:
             computed = sequence.computed
             if len(sequence.tokens) - computed != 1 or sequence.high_water < sequence.prompt_len or sequence.record:
                 return 0, False
-            if sequence.siblings or computed < sequence.prompt_len:
+            if sequence.siblings or sequence.search is not None or computed < sequence.prompt_len:
                 return 0, False
             index = computed // size
             if index < len(sequence.blocks) and ref[sequence.blocks[index]] > 1:

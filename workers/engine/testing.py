@@ -13,6 +13,7 @@ from array import array
 from dataclasses import dataclass
 from zlib import crc32
 
+from workers.engine.beams import Candidate
 from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from workers.engine.sequence import Sequence
 from workers.protocol import SamplingParams
@@ -35,6 +36,13 @@ class Slot:
 def next_token(tokens: list[int], seed: int, vocab: int) -> int:
     """A token that depends on every token before it and on the sequence's seed."""
     return crc32(array("q", tokens).tobytes(), seed & 0xFFFFFFFF) % vocab
+
+
+def candidates(tokens: list[int], count: int, vocab: int) -> list[Candidate]:
+    """``count`` tokens with made-up log probabilities, likeliest first, that depend on every token before them."""
+    start = crc32(array("q", tokens).tobytes())
+    spread = 0.05 + (start >> 8) % 97 / 97
+    return [((start + 7 * rank) % vocab, -spread * (rank + 1)) for rank in range(count)]
 
 
 def solo(
@@ -88,7 +96,9 @@ class FakeRunner:
         return StepResult(sampled)
 
     def sample(self, sequence: Sequence, line: list[int]) -> Sampled:
-        """The next token after ``line``, the tokens as memory holds them."""
+        """The next token after ``line``, the tokens as memory holds them; for a beam its candidates."""
+        if sequence.search is not None:
+            return Sampled([], candidates=candidates(line, sequence.search.candidates, self.vocab))
         return Sampled([next_token(line, sequence.seed, self.vocab)])
 
     def zero_blocks(self, blocks: list[int]) -> None:

@@ -1,7 +1,8 @@
 """Logits → tokens, for all samplers of a step at once.
 
 Order per row: penalties, logit bias, min_tokens → (greedy: argmax) → temperature → top_k → top_p over what top_k left
-→ min_p → draw. Log probabilities are those of the model's own distribution, before any of it.
+→ min_p → draw. Log probabilities are those of the model's own distribution, before any of it. Beams
+tell their likeliest tokens by that distribution (``engine/beams.py`` chooses).
 
 Rules
 - A row's token depends on its logits, its parameters, its seed and its position only: never on the other rows.
@@ -17,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from workers.engine.beams import Candidate
 from workers.engine.plan import Sampled, SequenceFault
 from workers.engine.sequence import Sequence
 from workers.model.philox import uniforms
@@ -27,7 +29,7 @@ _TOP_P_WIDTH = 1024
 
 
 def sample(logits: Tensor, samplers: list[Sequence]) -> list[Sampled]:
-    """One token for every sampler. ``logits`` fp32 [samplers, vocab] is overwritten.
+    """One token for every sampler, candidates for a beam. ``logits`` fp32 [samplers, vocab] is overwritten.
 
     Raises SequenceFault naming the samplers whose row has no finite logit: the model is broken for them, not unlucky.
     """
@@ -41,6 +43,8 @@ def sample(logits: Tensor, samplers: list[Sequence]) -> list[Sampled]:
         logits = logits.nan_to_num_(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
     reporting = [row for row, one in enumerate(samplers) if one.params.logprobs is not None]
     raw = logits[reporting].log_softmax(dim=-1) if reporting else None
+    beams = [row for row, one in enumerate(samplers) if one.search is not None]
+    likeliest = _candidates(logits[beams], [samplers[row] for row in beams]) if beams else []
     _adjust(logits, samplers)
     tokens = logits.argmax(dim=-1)
     random = [row for row, one in enumerate(samplers) if one.params.temperature > 0]
@@ -54,7 +58,17 @@ def sample(logits: Tensor, samplers: list[Sequence]) -> list[Sampled]:
     if raw is not None:
         for row, report in zip(reporting, _logprobs(raw, tokens[reporting], samplers, reporting), strict=True):
             results[row].logprobs.append(report)
+    for row, candidates in zip(beams, likeliest, strict=True):
+        results[row] = Sampled([], candidates=candidates)
     return results
+
+
+def _candidates(logits: Tensor, beams: list[Sequence]) -> list[list[Candidate]]:
+    """The likeliest tokens of each row with their log probabilities, as many as its search asks for."""
+    wanted = [one.search.candidates if one.search is not None else 0 for one in beams]
+    best = logits.log_softmax(dim=-1).topk(max(wanted), dim=-1)
+    rows = zip(wanted, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [list(zip(ids[:count], values[:count], strict=True)) for count, ids, values in rows]
 
 
 def _adjust(logits: Tensor, samplers: list[Sequence]) -> None:

@@ -44,6 +44,7 @@ class _Merged:
     error: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     timings: Timings | None = None
+    searched: int | None = None
 
     def add(self, output: SequenceOutput) -> None:
         self.tokens.extend(output.tokens)
@@ -56,6 +57,8 @@ class _Merged:
         self.finish = output.finish or self.finish
         self.error = output.error or self.error
         self.timings = output.timings or self.timings
+        if output.searched is not None:
+            self.searched = max(self.searched or 0, output.searched)
 
     def build(self) -> SequenceOutput:
         return SequenceOutput(
@@ -70,6 +73,7 @@ class _Merged:
             error=self.error,
             logprobs=self.logprobs,
             timings=self.timings,
+            searched=self.searched,
         )
 
 

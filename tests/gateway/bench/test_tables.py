@@ -138,32 +138,23 @@ def test_6_samples_share_exactly_their_prompt(made: dict[str, Table]) -> None:
     assert column(made["6b"], "blocks apart") == [2 * 6, 3 * 6]
 
 
-def test_6_beams_share_and_the_engine_sees_it(made: dict[str, Table]) -> None:
-    for name in ("saved, mean", "tokens found in the cache"):
-        assert all(0 < float(cell.rstrip("%")) < 100 for cell in column(made["6c"], name))
+def test_6_beams_share_their_prompt_and_their_past(made: dict[str, Table]) -> None:
+    """40 in / 8 out in blocks of 16: two full blocks of prompt are there once, of the third one per beam at most."""
+    assert all(
+        2 < most <= 2 + width for most, width in zip(column(made["6c"], "most blocks shared"), TINY.widths, strict=True)
+    )
+    assert column(made["6c"], "most blocks apart") == [2 * 3, 3 * 3]
+    assert all(0 < float(cell.rstrip("%")) < 100 for cell in column(made["6c"], "saved, mean"))
 
 
-def test_distinct_blocks_by_hand() -> None:
-    a, b = tuple(range(20)), (*range(16), 99, 98, 97, 96)
-    assert beam.distinct_blocks([a, b], 8) == 2 + 2
-    assert beam.distinct_blocks([a, a[:16]], 8) == 2 + 1
-    assert beam.distinct_blocks([a], 20) == 1
-
-
-def test_beam_search_finds_the_best_line(engine: BenchEngine) -> None:
-    """As wide as the tree: every line of two tokens is looked at, so the best of all must be first."""
+def test_a_search_tells_its_answers_and_leaves_nothing(engine: BenchEngine) -> None:
     prompt = load.prompt("beam", 10, engine.vocab)
-    width = 5
-    found = beam.search(engine, prompt, width, 2)
-    [first] = engine.score([prompt], width)
-    lines: dict[tuple[int, ...], float] = {}
-    for token, logprob in first.top:
-        [second] = engine.score([(*prompt, token)], width)
-        lines |= {(*prompt, token, then): logprob + more for then, more in second.top}
-    best = max(lines, key=lambda line: lines[line])
-    assert found.beams[0][1] == best
-    assert found.beams[0][0] == pytest.approx(lines[best], abs=1e-4)
-    assert len({tokens for _, tokens in found.beams}) == width
+    found = beam.search(engine, prompt, 5, 6)
+    assert [len(answer) for answer in found.beams] == [6] * 5
+    assert len({tuple(answer) for answer in found.beams}) == 5
+    assert len(found.shared) == len(found.apart) == 5, "after the prompt, one step per token but the last"
+    with pytest.raises(BenchError, match="refused a search of 100 beams"):
+        beam.search(engine, prompt, 100, 6)
 
 
 def test_holding_by_hand() -> None:

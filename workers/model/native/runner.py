@@ -40,6 +40,7 @@ def _greedy(sequence: Sequence) -> bool:
     params = sequence.params
     return (
         params.temperature == 0
+        and sequence.search is None
         and params.logprobs is None
         and not params.logit_bias
         and params.presence_penalty == 0
