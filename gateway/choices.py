@@ -111,8 +111,7 @@ class ChoiceStream:
             return ChoiceDelta(self.index)
         new = max(0, output.output_tokens - self._received)
         if output.text is not None:
-            self._received += new
-            return self._close([self._show(output.text)], new, output.finish, output.error)
+            return self._take_text(output, output.text, new)
         if new > len(output.tokens):
             return self._close([], 0, "error", "lost_output")
         skip = len(output.tokens) - new
@@ -143,6 +142,18 @@ class ChoiceStream:
             if self._stops.stopped:
                 break
         return self._close(pieces, billed, finish, error)
+
+    def _take_text(self, output: SequenceOutput, text: str, new: int) -> ChoiceDelta:
+        """An upstream's message: its scored tokens spell its text, one after the other."""
+        self._received += new
+        start = self._decoded
+        self._decoded += len(text)
+        for entry in output.text_logprobs if self._token_bytes is not None else ():
+            top = tuple(Alternative(token, logprob) for token, logprob in entry.top)
+            scored = ScoredToken(entry.token, entry.logprob, top, start)
+            start = min(self._decoded, start + len(entry.token.decode(errors="ignore")))
+            self._waiting.append((start, scored))
+        return self._close([self._show(text)], new, output.finish, output.error)
 
     def _show(self, piece: str) -> str:
         if self._received > self._min_tokens:

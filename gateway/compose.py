@@ -19,6 +19,7 @@ from typing import cast
 
 import pluggy
 
+from gateway.config_file import SOURCELESS
 from gateway.dispatch import Dispatcher
 from gateway.entrance import Entrance
 from gateway.fetch import fetch_json
@@ -167,9 +168,14 @@ def _pool(
     env: Mapping[str, str],
 ) -> Pool:
     handle = dispatcher.model
+    spec = registry.launcher(config.launch.use)
+    if model.source is None and not spec.upstream:
+        raise BuildError(f"models: {model.name}: source {SOURCELESS.format(config.name)}")
+    if spec.upstream and "external" not in config.labels:
+        config = config.model_copy(update={"labels": {**config.labels, "external": "true"}})
     return Pool(
         model.name,
-        model.source,
+        model.source or "",
         config,
         _launcher(config, registry, env),
         dispatcher,
@@ -186,7 +192,12 @@ def _launcher(config: PoolConfig, registry: Registry, env: Mapping[str, str]) ->
     module, _, attribute = registry.launcher(launch.use).target.partition(":")
     make = getattr(importlib.import_module(module), attribute)
     context = LaunchContext(
-        count=launch.count, addresses=launch.addresses, secret_env=launch.secret_env, env=env, log=_relay
+        count=launch.count,
+        addresses=launch.addresses,
+        secret_env=launch.secret_env,
+        config=registry.validate_launcher(launch.use, launch.with_),
+        env=env,
+        log=_relay,
     )
     return cast(Launcher, make(context))
 

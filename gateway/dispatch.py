@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace as with_fields
-
 from gateway import log
 from gateway import trace_attributes as attributes
+from gateway.asking import message_for
 from gateway.desk import Desk, try_send
 from gateway.errors import internal, no_worker, revoked, shed, shutting_down
 from gateway.flights import Flight
@@ -337,7 +336,7 @@ class Dispatcher:
             self.model.name, attributes.chat_request(prepared.generate, self.model.name, stream=ticket.stream)
         )
         try:
-            handle.send(with_fields(prepared.generate, trace=ticket.trace.inject()))
+            handle.send(message_for(handle, prepared, ticket.trace.inject()))
         except WorkerGoneError as error:
             _log.warning("dispatch_failed", worker=handle.name, job=job.id, why=str(error))
             rooms.remove(room)

@@ -19,6 +19,7 @@ from gateway.worker_handle import WorkerHandle
 from workers.protocol import SequenceOutput
 
 DEFAULT_STEP_TOKENS = 512
+UNBOUNDED = 1 << 40
 
 
 @dataclass(slots=True, eq=False)
@@ -108,12 +109,18 @@ class Flights:
         return Room.of(
             handle.view(now),
             [flight.load for flight in self._by_worker.get(handle.name, {}).values()],
-            self._step_tokens.get(handle.pool, DEFAULT_STEP_TOKENS),
+            self._budget(handle),
             stale=handle.is_stale(now),
             pace=self._pace(handle.name),
             step=handle.step,
             longest=handle.hello.longest if handle.hello else None,
         )
+
+    def _budget(self, handle: WorkerHandle) -> int:
+        """Tokens that one step of the worker takes. An upstream has no steps that we know: nothing waits for one."""
+        if handle.hello is not None and handle.hello.upstream:
+            return UNBOUNDED
+        return self._step_tokens.get(handle.pool, DEFAULT_STEP_TOKENS)
 
     def _pace(self, worker: str) -> Pace:
         pace = self._paces.get(worker)

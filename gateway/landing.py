@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from gateway import log
 from gateway.desk import Desk
-from gateway.errors import ApiError, bad_request, internal, unavailable
+from gateway.errors import ApiError, bad_request, internal, timed_out, unavailable
 from gateway.flights import Flight
 from gateway.retry import MAX_REFUSALS, MAX_RETRIES, MAX_STRIKES, QuarantinedError, RetryBudget, Strikes, fingerprint
 from gateway.ticket import CancelledByCaller, Ticket, TicketState
@@ -24,6 +24,9 @@ _log = log.get("dispatch")
 
 REFUSED = frozenset({"overloaded", "draining", "cancelled"})
 """Ends by which a worker hands a request back that nobody had cancelled."""
+FAILED = frozenset({"internal", "upstream_failed", "upstream_timeout"})
+"""Ends that are the worker's fault: another attempt may fare better."""
+UPSTREAM_RETRY_S = 1.0
 
 
 class Landing:
@@ -100,7 +103,9 @@ class Landing:
         if ticket.done:
             return
         ran = choice.billed if output.searched is None else output.searched
-        charge = ticket.meter.observe(output.index, output.prompt_computed, output.prompt_cached, ran)
+        charge = ticket.meter.observe(
+            output.index, output.prompt_computed, output.prompt_cached, ran, output.prompt_tokens
+        )
         if charge.total:
             self._desk.charge(ticket, charge, now)
         if output.searched:
@@ -108,7 +113,7 @@ class Landing:
         elif delta.billed:
             self._produced(flight, output.index, delta.billed, now)
         if delta.error is not None or (delta.finish == "cancelled" and not ticket.cancelled):
-            self._failed(flight, delta.error or "cancelled", now)
+            self._failed(flight, delta.error or "cancelled", now, output.retry_after_s)
             return
         if delta.stopped and not flight.answered:
             self._desk.stop(flight, output.index)
@@ -137,7 +142,7 @@ class Landing:
         if ticket.produced(now):
             self._desk.monitor.event(ticket.job, Transition.FIRST_TOKEN, now, worker=ticket.worker)
 
-    def _failed(self, flight: Flight, code: str, now: float) -> None:
+    def _failed(self, flight: Flight, code: str, now: float, retry_after_s: float | None) -> None:
         """A choice ended by an error: so does the request, or its attempt."""
         ticket = flight.ticket
         whole = not flight.open
@@ -149,11 +154,11 @@ class Landing:
         if code in REFUSED and whole and not ticket.committed and ticket.refusals < MAX_REFUSALS:
             ticket.refusals += 1
             self._desk.requeue([ticket], RequeueReason.WORKER_REFUSED, now)
-        elif code == "internal" and whole and self._may_retry(ticket):
+        elif code in FAILED and whole and self._may_retry(ticket):
             ticket.retries += 1
             self._desk.requeue([ticket], RequeueReason.WORKER_LOST, now)
         else:
-            self._desk.end(ticket, _worker_error(code), now)
+            self._desk.end(ticket, _worker_error(code, retry_after_s), now)
 
     def _may_retry(self, ticket: Ticket) -> bool:
         return not ticket.committed and ticket.retries < MAX_RETRIES and self.budget.spend()
@@ -197,7 +202,11 @@ class Landing:
         return ticket.fingerprint
 
 
-def _worker_error(code: str) -> ApiError:
+def _worker_error(code: str, retry_after_s: float | None) -> ApiError:
+    """What the caller is told. An upstream's own words never are: they may say where and what it is."""
+    upstream = _upstream_error(code, retry_after_s)
+    if upstream is not None:
+        return upstream
     if code == "prompt_too_long":
         return bad_request(
             "The prompt and max_tokens do not fit the model's cache. Shorten the prompt or lower max_tokens.",
@@ -211,3 +220,18 @@ def _worker_error(code: str) -> ApiError:
     return ApiError(
         500, "The worker failed while it ran this request.", type="server_error", code="worker_error", retry_after_s=1.0
     )
+
+
+def _upstream_error(code: str, retry_after_s: float | None) -> ApiError | None:
+    wait_s = UPSTREAM_RETRY_S if retry_after_s is None else retry_after_s
+    if code == "throttled":
+        message = "The server behind this model takes no more requests for now. Retry later."
+        return ApiError(429, message, type="rate_limit_error", code="upstream_throttled", retry_after_s=wait_s)
+    if code == "unavailable":
+        return unavailable("The server behind this model is not available for now.", "upstream_unavailable", wait_s)
+    if code == "upstream_timeout":
+        return timed_out("The server behind this model did not go on in time.", "upstream_timeout")
+    if code == "upstream_failed":
+        message = "The server behind this model failed, or cannot be reached."
+        return ApiError(502, message, type="server_error", code="upstream_failed", retry_after_s=wait_s)
+    return None

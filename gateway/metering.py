@@ -5,6 +5,7 @@ Rules
   repeated or reordered message bills nothing twice.
 - The prompt is counted once, however many choices and attempts: what an earlier attempt computed and a later one
   computes again is recompute, which is neither billed nor charged. The same holds for output tokens.
+- The prompt's length is the gateway's own count, until an upstream says its own.
 - Output is counted after stop strings were cut (``choices.ChoiceStream``), so tokens past a stop are in no charge.
 """
 
@@ -27,10 +28,16 @@ class Meter:
         """Everything counted so far."""
         return Usage(self._prompt, self._cached, sum(self._output))
 
-    def observe(self, index: int, prompt_computed: int, prompt_cached: int, output: int) -> Charge:
-        """Take cumulative figures of choice ``index``; returns what is new. Unknown choices count nothing."""
+    def observe(
+        self, index: int, prompt_computed: int, prompt_cached: int, output: int, prompt_tokens: int = 0
+    ) -> Charge:
+        """Take cumulative figures of choice ``index``; returns what is new. Unknown choices count nothing.
+
+        ``prompt_tokens``: the prompt's true length, from an upstream that has counted it; 0: nothing new about it.
+        """
         if not 0 <= index < len(self._output):
             return Charge()
+        self._prompt_tokens = prompt_tokens or self._prompt_tokens
         prompt = cached = 0
         if self._prompt + self._cached < self._prompt_tokens:
             cached = max(0, min(prompt_cached, self._prompt_tokens - self._prompt) - self._cached)

@@ -3,6 +3,7 @@
 Rules
 - A model is *ready* when its tokenizer is loaded and at least one worker is; the gateway itself is up long before.
 - Files are resolved and the tokenizer is read in a thread: seconds of disk never stop the event loop.
+- A model without a source has no tokenizer here: only upstreams run it, and lengths are estimated (``estimate.py``).
 - Limits (context, blocks) are those of the workers that are connected, since these will run the job; before the first
   has said hello, those of the configuration.
 """
@@ -24,6 +25,7 @@ from gateway.tenants import EffectiveTenant
 from workers.protocol import Hello
 
 if TYPE_CHECKING:
+    from gateway.estimate import EstimatedTokenizer
     from workers.model_store import ModelFiles, Progress
     from workers.tokenizer import Tokenizer
 
@@ -40,7 +42,7 @@ class ModelHandle:
     config: Model
     created: int = field(default_factory=lambda: int(time.time()))
     files: ModelFiles | None = None
-    _tokenizer: Tokenizer | None = None
+    _tokenizer: Tokenizer | EstimatedTokenizer | None = None
     _hellos: dict[str, Hello] = field(default_factory=dict)
 
     @property
@@ -59,7 +61,7 @@ class ModelHandle:
         return self._tokenizer is not None
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer | EstimatedTokenizer:
         """The tokenizer. Raises ApiError 503 while it is being loaded."""
         if self._tokenizer is None:
             raise unavailable(f"The model {self.name!r} is still being loaded.", "model_loading", retry_after_s=2.0)
@@ -68,7 +70,7 @@ class ModelHandle:
     @property
     def revision(self) -> str:
         """What the prefix keys are made with: the workers' word for their weights, else the files'."""
-        for hello in self._hellos.values():
+        for hello in self._telling():
             return hello.model_revision
         return self.files.revision if self.files else ""
 
@@ -83,11 +85,11 @@ class ModelHandle:
     @property
     def block_size(self) -> int:
         """Tokens per block of the prefix keys."""
-        for hello in self._hellos.values():
+        for hello in self._telling():
             return hello.block_size
         return self.config.pools[0].engine.block_size
 
-    def load(self, files: ModelFiles, tokenizer: Tokenizer) -> None:
+    def load(self, files: ModelFiles | None, tokenizer: Tokenizer | EstimatedTokenizer) -> None:
         """The files are there and the tokenizer is read."""
         self.files = files
         self._tokenizer = tokenizer
@@ -100,6 +102,10 @@ class ModelHandle:
         """Forget a worker, unless it was the last: its figures are the best guess until the next one comes."""
         if len(self._hellos) > 1:
             self._hellos.pop(worker, None)
+
+    def _telling(self) -> Iterator[Hello]:
+        """Hellos, those of engines first: an upstream knows nothing of revisions and blocks."""
+        yield from sorted(self._hellos.values(), key=lambda hello: hello.upstream)
 
     def describe(self) -> dict[str, Any]:
         """The ``/v1/models`` entry."""
@@ -142,7 +148,13 @@ async def load_model(handle: ModelHandle, base_dir: Path, progress: Progress | N
 
     ``progress`` is called from that thread while files are fetched and unpacked.
     """
-    files, tokenizer = await _in_daemon(lambda: _read(handle.config.source, base_dir, progress))
+    source = handle.config.source
+    if source is None:
+        from gateway.estimate import EstimatedTokenizer
+
+        handle.load(None, EstimatedTokenizer())
+        return
+    files, tokenizer = await _in_daemon(lambda: _read(source, base_dir, progress))
     handle.load(files, tokenizer)
 
 

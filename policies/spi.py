@@ -287,11 +287,16 @@ class PolicySpec:
 
 @dataclass(frozen=True, slots=True)
 class LauncherSpec:
-    """One way to start workers: ``launch: {use: <name>}``. ``target`` is ``module:attribute``, imported when used."""
+    """One way to start workers: ``launch: {use: <name>, with: <config>}``. ``target`` is ``module:attribute``, imported
+    when used and called once per pool with a context that has the validated ``config``."""
 
     name: str
     target: str
     summary: str = ""
+    config: type[PolicyConfig] = NoConfig
+    upstream: bool = False
+    """Its workers are servers of somebody else: they take text instead of token ids (the model needs no ``source``),
+    and their pools count as external unless their label ``external`` says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ a mistake are refused here, for every model of the configuration alike.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -13,6 +14,13 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ValidationInfo, field_validator
 
 _NUMBERS = frozenset({int, float})
+_IN_URL = re.compile(r"//[^/@\s]+@")
+
+
+def quoted(value: object) -> str:
+    """A value of a configuration as a message may repeat it: short, and without the credential of a URL."""
+    text = _IN_URL.sub("//…@", "null" if value is None else repr(value))
+    return text if len(text) <= 80 else text[:77] + "…"
 
 
 class StrictScalars(BaseModel):

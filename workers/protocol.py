@@ -14,7 +14,7 @@ Rules
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -57,6 +57,18 @@ class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
     ``never``: when it could not at whatever length."""
 
 
+class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A request in the API's own words, for a worker that is an upstream: it has a tokenizer of its own.
+
+    ``body`` holds what the caller asked for, read and checked by the gateway; neither a model's name nor ``stream``,
+    and nothing of who the caller is.
+    """
+
+    endpoint: Literal["chat", "completions", "embeddings"]
+    body: dict[str, Any]
+    """JSON values under the API's names."""
+
+
 class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
     """Run one request: ``n`` sequences over one prompt."""
 
@@ -83,6 +95,9 @@ class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
     def lines(self) -> int:
         """Sequences that run at once when the prompt is computed."""
         return self.n if self.beams is None else self.beams.width
+
+    ask: Ask | None = None
+    """The same request as text; only for a worker whose ``Hello`` says ``upstream``."""
 
 
 class Cancel(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel"):
@@ -123,6 +138,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class TextLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """``TokenLogprob`` of an upstream: tokens by their bytes."""
+
+    token: bytes
+    logprob: float
+    top: list[tuple[bytes, float]] = []
+
+
 class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     """When things happened to a sequence (wall clock, ns), for spans; sent with the last output only."""
 
@@ -157,9 +180,28 @@ class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     searched: int | None = None
     """Of a beam search, at index 0: output tokens of all beams so far (cumulative), which are what ran; 0 at the
     others. None: ``output_tokens`` ran."""
+    text_logprobs: list[TextLogprob] = []
+    """With ``text``: of its tokens."""
+    prompt_tokens: int = 0
+    """The prompt's length as an upstream counted it, once known: replaces the gateway's own count. 0: not said."""
+    retry_after_s: float | None = None
+    """With ``throttled`` and ``unavailable``: when the upstream wants to be asked again."""
 
 
-ERRORS = ("prompt_too_long", "overloaded", "internal", "draining", "bad_request")
+ERRORS = (
+    "prompt_too_long",
+    "overloaded",
+    "internal",
+    "draining",
+    "bad_request",
+    # of upstreams only:
+    "throttled",
+    "unavailable",
+    "upstream_failed",
+    "upstream_timeout",
+)
+"""``throttled``, ``unavailable``: it answered 429, 503. ``upstream_failed``: it cannot be reached, broke off, or
+answered what makes no sense."""
 
 
 class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -210,6 +252,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     versions: dict[str, str] = {}
+    upstream: bool = False
+    """It takes ``Generate.ask`` and answers with text. It has no engine of ours: no steps, blocks or prefix keys."""
 
     @property
     def longest(self) -> int:
@@ -223,6 +267,8 @@ class Purged(msgspec.Struct, frozen=True, tag="purged"):
     id: str
     blocks: int
     pending: int = 0
+    unreachable: bool = False
+    """An upstream's cache: nothing there can be zeroed from here."""
 
 
 Down = Generate | Cancel | Keep | Purge | Drain

@@ -40,6 +40,8 @@ def pick(loaded: Loaded, model: str | None, pool: str | None, settings: Iterable
     if model is not None and model not in models:
         raise BenchError(f"--model {model!r} is not in {loaded.path}; it has {', '.join(models)}")
     chosen = models[model] if model is not None else loaded.settings.models[0]
+    if chosen.source is None:
+        raise BenchError(f"model {chosen.name!r} has no source: no engine of ours runs it")
     pools = {item.name: item for item in chosen.pools}
     if pool is not None and pool not in pools:
         raise BenchError(f"--pool {pool!r} is no pool of model {chosen.name!r}; it has {', '.join(pools)}")

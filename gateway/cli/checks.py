@@ -167,6 +167,9 @@ def models(settings: Settings, path: Path) -> Iterator[Finding]:
 
     for model in settings.models:
         what = f"model {model.name}"
+        if model.source is None:
+            yield Finding("ok", what, "no files: its pools are upstreams")
+            continue
         if model.source.startswith("pypi:"):
             name = model.source.removeprefix("pypi:")
             present = _unpacked(name)

@@ -44,7 +44,7 @@ def pull(
         from gateway.cli.loading import load_config
 
         loaded = load_config(str(config))
-        wanted += [(model.source, loaded.base_dir) for model in loaded.settings.models]
+        wanted += [(model.source, loaded.base_dir) for model in loaded.settings.models if model.source is not None]
     for source, base_dir in wanted or [(BUNDLED, Path.cwd())]:
         try:
             with progress_bar() as progress:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
-from tests.arch.source import PACKAGES, ROOT, imports, modules, within
+from tests.arch.source import PACKAGES, ROOT, files, imports, modules, within
 
 # What the gateway's serving path may see of the worker package. `engine.block_hash` is the chain key that both sides
 # compute (DESIGN §7); `model_store` unpacks a model's files without torch: the gateway needs their tokenizer.
@@ -137,3 +139,30 @@ def test_unpacking_a_model_loads_no_torch() -> None:
 
 def test_listing_policies_loads_no_torch() -> None:
     assert "torch" not in loaded_by("import policies.builtin")
+
+
+PLUGINS_SEE = ("policies.spi", "policies.types", "policies.testing", "workers.protocol", "workers.rpc")
+
+
+def test_plugins_see_only_what_is_made_for_them() -> None:
+    """Each of ``plugins/`` is a distribution of its own: it may rely on these modules, and on nothing else of ours."""
+    sources = [path for path in files() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] == "plugins"]
+    assert {path.relative_to(ROOT).parts[1] for path in sources} >= {"example_policy", "openai_upstream"}
+    wrong = [
+        f"{path.relative_to(ROOT)} -> {name}"
+        for path in sources
+        for name in imported(path)
+        if name.split(".")[0] in PACKAGES and not any(within(name, allowed) for allowed in PLUGINS_SEE)
+    ]
+    assert wrong == []
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file imports, anywhere in its text."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found

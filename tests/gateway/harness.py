@@ -99,7 +99,7 @@ def pool(count: int = 1, **engine: Any) -> dict[str, Any]:
 
 def write_model(folder: Path, context: int = 4096) -> None:
     """A model directory that the gateway can read; no worker here loads its weights."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     write_tokenizer(folder, context)
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
 

@@ -135,7 +135,6 @@ def test_all_mistakes_come_at_once_with_path_line_and_remedy(tmp_path: Path) -> 
         (MINIMAL + "a: \x07\n", "not valid YAML: unacceptable character #x0007: special characters are not allowed"),
         (MINIMAL + "---\nb: 1\n", "line 8: not valid YAML: but found another document"),
         (MINIMAL.replace("auth:", "auht:"), "policies.auth (line 1): is missing"),
-        (MINIMAL.replace("    source: ./tiny\n", ""), "models[0].source (line 4): is missing"),
         ("policies: {auth: {use: none}}\nmodels: []\n", "models (line 2): needs at least one entry"),
         (
             MINIMAL + "tenants:\n  - {id: a}\n  - {id: a}\n",
@@ -252,6 +251,14 @@ def test_unknown_launchers_are_mistakes(tmp_path: Path) -> None:
     (mistake,) = check(loaded.settings, registry())
     assert mistake.path == ("models", 0, "pools", 0, "launch", "use")
     assert "did you mean 'local'?" in mistake.message
+
+
+def test_a_model_whose_workers_load_it_needs_a_source(tmp_path: Path) -> None:
+    loaded = load(write(tmp_path, MINIMAL.replace("    source: ./tiny\n", "")))
+    with pytest.raises(
+        ConfigErrors, match=r"models\[0\]\.source .*is missing: the workers of pool 'local' load a model"
+    ):
+        loaded.verify(registry())
 
 
 def test_an_auth_policy_without_an_audience_is_a_mistake(tmp_path: Path) -> None:

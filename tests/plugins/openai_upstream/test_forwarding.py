@@ -1,0 +1,254 @@
+"""A real second Forebay as the upstream: queued, charged and traced like a worker of our own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.harness import MODEL, Settlements, running, token, until
+from tests.plugins.openai_upstream.conftest import Front, plugin, upstream
+from tests.plugins.openai_upstream.scripted import Exchange, event, scripted, stream
+from workers.testing import Echo
+
+
+async def test_the_official_client_is_served_by_another_forebay(front: Front, tmp_path: Path) -> None:
+    """Chats and completions, streamed or not, with the figures of the server that ran them."""
+    async with running(tmp_path / "behind") as behind:
+        settings: dict[str, Any] = {"api_key_env": "UPSTREAM_KEY", "env": {"UPSTREAM_KEY": token("beta")}}
+        async with front(f"{behind.url}/v1", **settings) as site:
+            client = site.client()
+            text = await client.completions.create(model=MODEL, prompt=[40, 41, 42], max_tokens=6)
+            own = await behind.client("alpha").completions.create(model=MODEL, prompt=[40, 41, 42], max_tokens=6)
+            assert text.choices[0].text == own.choices[0].text
+            assert text.usage == own.usage
+            chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
+            answer = await client.chat.completions.create(**chat, extra_body={"ignore_eos": True})  # type: ignore[call-overload]
+            expected = await behind.client().chat.completions.create(**chat, extra_body={"ignore_eos": True})  # type: ignore[call-overload]
+            assert answer.choices[0].message.content == expected.choices[0].message.content
+            assert answer.usage.completion_tokens == 12
+            pieces = await client.chat.completions.create(
+                **chat, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
+            )  # type: ignore[call-overload]
+            chunks = [chunk async for chunk in pieces]
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
+                expected.choices[0].message.content
+            )
+            assert chunks[-1].usage.completion_tokens == 12
+            await site.at_rest()
+        await behind.at_rest()
+
+
+async def test_choices_and_log_probabilities_come_through(front: Front, tmp_path: Path) -> None:
+    async with running(tmp_path / "behind", echo=Echo(shift=1)) as behind:
+        settings: dict[str, Any] = {"api_key_env": "UPSTREAM_KEY", "env": {"UPSTREAM_KEY": token("beta")}}
+        body = {"prompt": [70, 71, 72, 73], "max_tokens": 4, "n": 3, "logprobs": 1}
+        async with front(f"{behind.url}/v1", **settings) as site:
+            ours, theirs = (await site.complete(**body)).json(), (await behind.complete(**body)).json()
+            assert ours["choices"] == theirs["choices"]
+            assert ours["usage"] == theirs["usage"]
+            await site.at_rest()
+
+
+async def test_leaving_reaches_the_worker_two_gateways_away_c1(front: Front, tmp_path: Path) -> None:
+    """gateway C1: the blocks of the engine behind are free again within half a second, and what ran is paid twice over:
+    by the tenant here, and by the tenant that we are there."""
+    async with running(tmp_path / "behind", echo=Echo(step_s=0.01)) as behind:
+        settings: dict[str, Any] = {"api_key_env": "UPSTREAM_KEY", "env": {"UPSTREAM_KEY": token("beta")}}
+        async with front(f"{behind.url}/v1", **settings) as site:
+            here, there = Settlements(site), Settlements(behind)
+            async with site.stream(max_tokens=2000) as response:
+                async for line in response.aiter_lines():
+                    if line:
+                        break
+            [handle] = behind.dispatcher.workers
+            await until(lambda: handle.stats.used_blocks == 0 and not behind.dispatcher.in_flight, "free again", 2)
+            await site.at_rest()
+            await behind.at_rest()
+            [ours], [theirs] = here.usages, there.usages
+            assert 1 <= ours.output <= theirs.output < 200
+            assert ours.prompt == theirs.prompt == 4
+            here.close()
+            there.close()
+
+
+async def test_max_running_gates_and_the_rest_waits_here_in_order(front: Front) -> None:
+    """A prompt of many tokens takes no place from others: an upstream has no step that it would have to wait for."""
+    running_now = most = 0
+
+    async def script(exchange: Exchange) -> None:
+        nonlocal running_now, most
+        running_now += 1
+        most = max(most, running_now)
+        await asyncio.sleep(0.02)
+        running_now -= 1
+        await exchange.whole(stream("ok"))
+
+    async with scripted(script) as server, front(server.url, max_running=4) as site:
+        answers = await asyncio.gather(*(site.complete(prompt=[7] * 3000, max_tokens=2) for _ in range(20)))
+        assert {answer.status_code for answer in answers} == {200}
+        # One more than max_running: the gate keeps one job at the worker's door.
+        assert 4 <= most <= 5
+
+
+async def test_nothing_of_the_caller_but_what_it_asked_goes_out_d5(front: Front) -> None:
+    """gateway D5: no credential, cookie, forwarded or hop-by-hop header; the body is what was read and checked."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.whole(stream("ok"))
+
+    secrets = {
+        "x-api-key": "caller-secret-1",
+        "api-key": "caller-secret-2",
+        "cookie": "session=caller-secret-3",
+        "x-goog-api-key": "caller-secret-4",
+        "proxy-authorization": "Basic caller-secret-5",
+        "x-forwarded-for": "192.0.2.77",
+        "x-forebay-class": "batch",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "te": "trailers",
+        "user-agent": "caller-secret-6",
+    }
+    settings: dict[str, Any] = {
+        "api_key_env": "UPSTREAM_KEY",
+        "env": {"UPSTREAM_KEY": "our-own-key"},
+        "headers": {"OpenAI-Organization": "us"},
+        "model": "their-name",
+        "extra_body": {"store": False},
+    }
+    async with scripted(script) as server, front(server.url, **settings) as site:
+        body = {"user": "caller-secret-7", "cache_salt": "caller-secret-8", "tenant": "beta", "made_up": 1}
+        assert (await site.complete(headers=secrets, metadata={"k": "caller-secret-9"}, **body)).status_code == 200
+        [request] = server.requests
+        assert request.headers == {
+            "host": f"127.0.0.1:{server.port}",
+            "authorization": "Bearer our-own-key",
+            "openai-organization": "us",
+            "content-type": "application/json",
+            "content-length": request.headers["content-length"],
+            "accept": "text/event-stream, application/json",
+            "accept-encoding": "identity",
+        }
+        assert request.body == {
+            "model": "their-name",
+            "prompt": [5, 6, 7, 8],
+            "max_tokens": 8,
+            "temperature": 1.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "store": False,
+        }
+
+
+async def test_every_parameter_arrives_under_its_name(front: Front) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.whole(event({"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}]}))
+
+    asked = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "seed": 7,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "stop": ["a", "b"],
+        "logit_bias": {"5": -100},
+        "min_tokens": 1,
+    }
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi ☕"}]
+    async with scripted(script) as server, front(server.url, max_tokens_field="max_completion_tokens") as site:
+        headers = {"authorization": f"Bearer {token('alpha')}"}
+        body = {"model": MODEL, "messages": messages, "max_tokens": 9, "logprobs": True, "top_logprobs": 2, **asked}
+        answer = await site.http.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.json()["choices"][0]["message"]["content"] == "x"
+        [request] = server.requests
+        expected = {**asked, "messages": messages, "max_completion_tokens": 9, "logprobs": True, "top_logprobs": 2}
+        assert request.body == {
+            **expected,
+            "model": MODEL,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+async def test_the_cache_salt_is_the_callers_scope_and_nothing_it_chose(front: Front) -> None:
+    """security 5, 7, at a server with a cache of its own: equal within a tenant, not across, and new after a purge."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.whole(stream("ok"))
+
+    async with scripted(script) as server, front(server.url, cache_salt=True) as site:
+        for caller in ("alpha", "alpha", "beta"):
+            await site.complete(caller, cache_salt="chosen-by-the-caller")
+        receipt = await site.admin.delete("/admin/tenants/alpha/cache")
+        await site.complete("alpha")
+        one, two, other, later = (request.body["cache_salt"] for request in server.requests)
+        assert one == two
+        assert len({one, other, later}) == 3
+        assert "chosen" not in one
+        # What it cached under the old salt cannot be zeroed from here, and the receipt does not pretend.
+        assert receipt.status_code == 202
+        assert receipt.json()["failed"] == {"echo/far-0": "upstream"}
+        assert receipt.json()["complete"] is False
+
+
+async def test_a_text_model_counts_by_estimate_until_it_is_told(front: Front) -> None:
+    """Without a tokenizer here: quota is reserved by bytes, and settled by the upstream's own count."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.whole(stream("ok"))
+
+    async with scripted(script) as server, front(server.url, usage=False) as site:
+        settled = Settlements(site)
+        assert (await site.complete(prompt="x" * 400)).json()["usage"]["prompt_tokens"] == 100
+        assert "stream_options" not in server.requests[0].body
+        assert server.requests[0].body["prompt"] == "x" * 400
+        assert [usage.prompt for usage in settled.usages] == [100]
+        settled.close()
+
+
+async def test_it_stands_beside_workers_of_our_own_in_one_model(front: Front) -> None:
+    """A pool of ours and an upstream: one queue, and each request runs on one of them."""
+
+    async def script(exchange: Exchange) -> None:
+        await asyncio.sleep(0.02)
+        await exchange.whole(stream("from afar"))
+
+    local = {"name": "local", "launch": {"use": "echo"}, "engine": {"blocks": 256, "max_running": 1}}
+    async with scripted(script) as server:
+        pools = [local, upstream(server.url, max_running=2)]
+        changes = {"models": [{"name": MODEL, "source": "model", "pools": pools}]}
+        async with front(changes=changes, echo=Echo(step_s=0.01)) as site:
+            await until(lambda: len(site.dispatcher.workers) == 2, "both are there")
+            asked = [site.complete(max_tokens=8, ignore_eos=True) for _ in range(12)]
+            texts = [answer.json()["choices"][0]["text"] for answer in await asyncio.gather(*asked)]
+            assert len(set(texts)) == 2
+            assert "from afar" in texts
+            assert site.dispatcher.model.revision == "echo"  # prefix keys are those of the engine
+            await site.at_rest()
+
+
+async def test_its_pool_is_external_unless_a_label_says_otherwise(front: Front) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.whole(stream("ok"))
+
+    async with scripted(script) as server:
+        near = {**upstream(server.url, "near"), "labels": {"external": "false", "rack": "7"}}
+        async with front(pools=[upstream(server.url), near]) as site:
+            labels = {worker["pool"]: worker["labels"] for worker in site.gateway.workers()}
+            assert labels == {"far": {"external": "true"}, "near": {"external": "false", "rack": "7"}}
+
+
+def test_what_is_registered() -> None:
+    [spec] = plugin.forebay_launchers()
+    assert (spec.name, spec.upstream) == ("openai_upstream", True)
+
+
+@pytest.mark.parametrize("wrong", ["", "two words", "naïve"])
+async def test_a_key_that_is_none_stops_the_start(front: Front, wrong: str) -> None:
+    with pytest.raises(ValueError, match="UPSTREAM_KEY"):
+        async with front("http://127.0.0.1:9/v1", api_key_env="UPSTREAM_KEY", env={"UPSTREAM_KEY": wrong}):
+            pass
