@@ -27,7 +27,7 @@ from gateway.ticket import Ticket, TicketState
 from gateway.worker_handle import WorkerGoneError, WorkerHandle
 from policies.caps import Caps
 from policies.guard import Failover, Guarded
-from policies.queue import JobQueue
+from policies.queue import Dispatch, JobQueue
 from policies.scheduling.fcfs import FcfsScheduler
 from policies.shadow import unshadowed
 from policies.spi import SchedulingPolicy
@@ -108,7 +108,29 @@ class Desk:
             if ticket.span is not None:
                 ticket.span.fail(reason.value)
             ticket.requeued()
-            ticket.span = ticket.trace.begin("queue")
+            self.queued_again(ticket, reason)
+
+    def queued_again(self, ticket: Ticket, reason: RequeueReason) -> None:
+        """Begin its next queue span: it stands first in its tenant's line."""
+        job = ticket.job
+        ticket.span = ticket.trace.begin("queue")
+        ticket.span.set(
+            attributes.queued(
+                job,
+                self.policy_name,
+                depth=len(self.queue) - 1,
+                depth_tenant=self.queue.snapshot(job.tenant).queued_tenant - 1,
+                position=0,
+                requeued=reason.value,
+            )
+        )
+
+    def picked(self, ticket: Ticket, dispatch: Dispatch) -> None:
+        """The queue let go of it, for these reasons."""
+        if ticket.span is not None:
+            ticket.span.set(
+                attributes.picked(dispatch.pick, dispatch.waited_s, dispatch.waited_behind, policy=self.policy_name)
+            )
 
     def charge(self, ticket: Ticket, charge: Charge, now: float) -> None:
         """Work ran for it."""

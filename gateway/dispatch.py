@@ -327,8 +327,7 @@ class Dispatcher:
 
     def _send(self, ticket: Ticket, dispatch: Dispatch, rooms: list[Room], now: float) -> None:
         job = ticket.job
-        if ticket.span is not None:
-            ticket.span.set(attributes.picked(dispatch.pick, dispatch.waited_s, dispatch.waited_behind))
+        self._desk.picked(ticket, dispatch)
         room, decision = self._route(ticket, rooms, now)
         handle = self._handles[decision.worker]
         prepared, choices = ticket.prepared, ticket.prepared.choices()
@@ -342,7 +341,7 @@ class Dispatcher:
             rooms.remove(room)
             ticket.span.fail("worker_gone")
             self.queue.requeue(job.id, now, RequeueReason.WORKER_REFUSED)
-            ticket.span = ticket.trace.begin("queue")
+            self._desk.queued_again(ticket, RequeueReason.WORKER_REFUSED)
             return
         load = Load(job.prompt_tokens, ticket.lines, started=False, suspect=ticket.suspect)
         self._desk.flights.add(Flight(ticket, handle, choices, set(range(ticket.choices)), load))

@@ -77,26 +77,38 @@ def quota(decision: QuotaDecision) -> Attributes:
     }
 
 
-def queued(job: Job, policy: str, *, depth: int, depth_tenant: int, position: int) -> Attributes:
-    """``queue``, at entry. ``position``: jobs ahead in the tenant's own line, 0 = next. Depths count before entry."""
+def queued(
+    job: Job, policy: str, *, depth: int, depth_tenant: int, position: int, requeued: str | None = None
+) -> Attributes:
+    """``queue``, at entry. ``position``: jobs ahead in the tenant's own line, 0 = next. Depths count before entry.
+
+    ``requeued``: why it is here again.
+    """
     return {
         "forebay.queue.policy": policy,
         "forebay.queue.depth": depth,
         "forebay.queue.depth_tenant": depth_tenant,
         "forebay.queue.position": position,
         "forebay.queue.weight": job.weight,
+        "forebay.queue.requeued_because": requeued,
         "forebay.tenant": job.tenant,
         "forebay.class": job.service_class,
     }
 
 
-def picked(pick: Pick, wait_s: float, waited_behind: Iterable[tuple[str, int]] = ()) -> Attributes:
-    """``queue``, when popped. ``waited_behind``: tokens served meanwhile by tenant; the most come first."""
+def picked(
+    pick: Pick, wait_s: float, waited_behind: Iterable[tuple[str, int]] = (), *, policy: str | None = None
+) -> Attributes:
+    """``queue``, when popped. ``waited_behind``: tokens served meanwhile by tenant; the most come first.
+
+    ``policy``: who picked it; another one than at entry after a swap.
+    """
     most = sorted(waited_behind, key=lambda entry: (-entry[1], entry[0]))[:WAITED_BEHIND]
     return {
         "forebay.queue.wait_ms": _ms(wait_s),
+        "forebay.queue.picked_by": policy,
         "forebay.queue.picked_because": pick.picked_because,
-        "forebay.queue.virtual_start": pick.virtual_start,
+        "forebay.queue.virtual_start": None if pick.virtual_start is None else float(pick.virtual_start),
         "forebay.queue.waited_behind": [f"{tenant}={tokens}" for tenant, tokens in most],
     }
 

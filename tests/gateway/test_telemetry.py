@@ -77,6 +77,7 @@ def test_the_queue_span_says_why_it_waited(telemetry: Telemetry, collector: Otlp
         "forebay.queue.weight": 4.0,
         "forebay.queue.wait_ms": 30.0,
         "forebay.queue.virtual_start": 12.5,
+        "forebay.queue.picked_by": "vtc",
         "forebay.queue.picked_because": "least_service",
         "forebay.queue.waited_behind": ["batch=100", "e=5", "d=4", "c=3", "b=2"],
     }

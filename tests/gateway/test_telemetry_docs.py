@@ -60,6 +60,8 @@ def spans() -> list[ReceivedSpan]:
         trace = tracing.start(telemetry)
         trace.begin("admission").set(attributes.admission(AdmissionDecision(False, "queue_full", 1.0, 61.0)))
         trace.begin("quota reserve").set(attributes.quota(QuotaDecision(False, "tokens_per_minute", 1, 2.0)))
+        again = attributes.queued(tracing.job(), "vtc", depth=0, depth_tenant=0, position=0, requeued="worker_lost")
+        trace.begin("queue").set(again)
         sent, chat = tracing.dispatch(trace, tracing.generate(n=2))
         trace.content(input_messages="[]", output_messages="[]")
         chat.set(tracing.answered(Usage(1, 2, 3)))

@@ -90,7 +90,7 @@ def dispatch(trace: RequestTrace, message: Generate) -> tuple[Generate, Span]:
     span = trace.begin("queue")
     span.set(attributes.queued(job(message.id), "vtc", depth=4, depth_tenant=2, position=2))
     served = [("batch", 100), ("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5)]
-    span.set(attributes.picked(Pick("least_service", 12.5), 0.03, served))
+    span.set(attributes.picked(Pick("least_service", 12.5), 0.03, served, policy="vtc"))
     span.end()
     return attempt(trace, message)
 
