@@ -85,7 +85,8 @@ class Traced:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["grpc", "http/protobuf"])
 async def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Traced]:
-    with OtlpReceiver(request.param) as collector:
+    with OtlpReceiver(request.param) as collector, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         telemetry = {"otlp_endpoint": collector.endpoint, "otlp_protocol": collector.protocol}
         changes = {**SETTINGS, "telemetry": telemetry}
         async with running(tmp_path_factory.mktemp("traced"), changes, echo=Echo(step_s=0.01)) as site:
