@@ -20,6 +20,7 @@ from typing import cast
 import pluggy
 
 from gateway.config_file import SOURCELESS
+from gateway.delivery import Delivery
 from gateway.dispatch import Dispatcher
 from gateway.entrance import Entrance
 from gateway.fetch import fetch_json
@@ -120,6 +121,7 @@ def build(
     intake = Intake(secret)
     recent = RecentRequests(metrics.tenant)
     gatekeeper = Gatekeeper(budget_s=settings.timeouts.policy_s, monitor=monitor, clock=time.monotonic)
+    reporter = Reporter(telemetry, metrics, monitor, recent, request_log=_request_log(settings, base_dir))
     pipeline = Pipeline(
         runtime=runtime,
         tenants=tenants,
@@ -129,7 +131,8 @@ def build(
         ),
         dispatchers=dispatchers,
         gatekeeper=gatekeeper,
-        reporter=Reporter(telemetry, metrics, monitor, recent, request_log=_request_log(settings, base_dir)),
+        reporter=reporter,
+        delivery=Delivery(reporter, settings.streams),
         monitor=monitor,
         timeouts=settings.timeouts,
         max_body_bytes=settings.listen.max_body_bytes,

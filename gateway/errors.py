@@ -114,6 +114,11 @@ def timed_out(message: str, code: str) -> ApiError:
     return ApiError(504, message, type="timeout_error", code=code, retry_after_s=1.0, outcome="timeout")
 
 
+def slow_reader(message: str) -> ApiError:
+    """The caller does not take its stream. Only ever told in-band: the answer has begun."""
+    return ApiError(408, message, type="timeout_error", code="slow_reader", outcome="cancelled", reason="slow_reader")
+
+
 def internal() -> ApiError:
     """500 without detail; the log has the request id."""
     return ApiError(

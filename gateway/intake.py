@@ -222,12 +222,12 @@ class Intake:
         self, request: AnyRequest, tokenizer: TextTokenizer, model: ServedModel, scope: CacheScope, context: _Context
     ) -> tuple[list[int], tuple[PrefixKey, ...]]:
         chars, messages, encode = _reader(request, tokenizer)
-        context.refuse_text(chars, _param(request))
+        context.refuse_text(chars, request.content_param)
         block_size, revision = model.block_size, model.revision
 
         def work() -> tuple[list[int], tuple[PrefixKey, ...]]:
             tokens = encode()
-            _check_tokens(tokens, tokenizer.vocab_size, _param(request))
+            _check_tokens(tokens, tokenizer.vocab_size, request.content_param)
             if len(tokens) >= context.tokens:  # refused below: no keys are needed
                 return tokens, ()
             keys = chain_keys(scope.key, revision, None, tokens, block_size)
@@ -239,11 +239,7 @@ class Intake:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except (ChatTemplateError, EncodeError) as error:
             text = str(error)
-            raise bad_request(f"{text[:1].upper()}{text[1:]}.", param=_param(request)) from None
-
-
-def _param(request: AnyRequest) -> str:
-    return "messages" if isinstance(request, ChatRequest) else "prompt"
+            raise bad_request(f"{text[:1].upper()}{text[1:]}.", param=request.content_param) from None
 
 
 def _reader(request: AnyRequest, tokenizer: TextTokenizer) -> tuple[int, int, Callable[[], list[int]]]:
@@ -328,7 +324,7 @@ def _output_budget(
 ) -> tuple[int, str | None]:
     """Output tokens per choice, and the limit that made an omitted ``max_tokens`` smaller than the default."""
     if prompt >= context.tokens:
-        raise context.refuse(prompt, request.max_tokens or 1, _param(request))
+        raise context.refuse(prompt, request.max_tokens or 1, request.content_param)
     most = tenant.limits.max_output_tokens
     lines = request.lines
     if most is not None and lines * (request.max_tokens or 1) > most:

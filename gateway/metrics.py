@@ -92,6 +92,7 @@ class Metrics:
         self._quota = new("quota_decisions", "Verdicts of the quota policy.", "tenant", "class", "decision")
         self._routes = new("route_decisions", "Dispatches.", "worker", "reason")
         self._disconnects = new("client_disconnects", "Clients that left before their answer was complete.")
+        self._slow_readers = new("slow_readers", "Streams ended because their reader did not read.")
         self._source_errors = new("gauge_source_errors", "Gauge sources that failed during a scrape.")
         self._faults = new("isolated_faults", "Failures of a part that the request path went on without.", "part")
         self._stale = new("stale_worker_dispatches", "Dispatches without fresh figures of the worker.", "worker")
@@ -197,6 +198,10 @@ class Metrics:
     def client_disconnected(self) -> None:
         """Count a client that left before its answer was complete."""
         self._disconnects.inc()
+
+    def slow_reader(self) -> None:
+        """Count a stream whose reader was given up."""
+        self._slow_readers.inc()
 
     def fault(self, part: str) -> None:
         """Count a failure of an isolated part: a policy, an observer, a settlement."""

@@ -8,7 +8,7 @@ Rules
   task of it, which nobody's cancellation reaches. It ends the ticket first, so that usage is what really ran.
 - Settling comes before the last byte: a caller that has its answer finds its slot free.
 - From the whole body on, the work runs beside a watch on the caller and under the total deadline; either ends it by
-  cancelling the work, wherever it waits.
+  cancelling the work, wherever it waits. So does a reader that does not read (``delivery.py``).
 - Nothing is sent before the first output or the failure is known. Afterwards a failure is an error event inside the
   stream; ``[DONE]`` is sent after success only.
 - Policies are asked through ``gatekeeper.py``, which fails closed.
@@ -27,14 +27,13 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import log
 from gateway import trace_attributes as attributes
-from gateway.choices import ChoiceDelta
+from gateway.delivery import Delivery
 from gateway.dispatch import Dispatcher
 from gateway.entrance import Entrance
 from gateway.errors import ApiError, bad_request, internal, timed_out
 from gateway.gatekeeper import Gatekeeper, over_quota
-from gateway.http import sse
 from gateway.http.middleware import read_body, request_id, send_error, watch_disconnect
-from gateway.http.openai import Format, collect
+from gateway.http.openai import Format
 from gateway.http.schemas import parse
 from gateway.intake import Prepared
 from gateway.models import Models
@@ -45,7 +44,7 @@ from gateway.runtime import Runtime
 from gateway.settings import Timeouts
 from gateway.tenants import Tenants
 from gateway.ticket import Ticket
-from gateway.visit import Endpoint, Reply, Visit, encode_json, rate_headers
+from gateway.visit import Endpoint, Reply, Visit
 from policies.types import Principal, QuotaDecision, Transition, Usage
 
 _log = log.get("pipeline")
@@ -72,6 +71,7 @@ class Pipeline:
         dispatchers: Mapping[str, Dispatcher],
         gatekeeper: Gatekeeper,
         reporter: Reporter,
+        delivery: Delivery,
         monitor: Monitor,
         timeouts: Timeouts,
         max_body_bytes: int,
@@ -84,6 +84,7 @@ class Pipeline:
         self._dispatchers = dispatchers
         self._gatekeeper = gatekeeper
         self._reporter = reporter
+        self.delivery = delivery
         self._monitor = monitor
         self._timeouts = timeouts
         self._max_body_bytes = max_body_bytes
@@ -176,11 +177,10 @@ class Pipeline:
         visit.decision = await self._reserved(visit, prepared)
         dispatcher = self._dispatchers[prepared.job.model]
         ticket = visit.ticket = dispatcher.submit(prepared, stream=request.stream, trace=visit.trace)
-        await self._first_token(visit, ticket)
-        if request.stream:
-            await self._stream(visit, ticket)
-        else:
-            await self._answer(visit, ticket)
+        answer = visit.format = self._format(visit, ticket)
+        await self.delivery.first_output(visit, ticket, self._timeouts.first_token_s)
+        deliver = self.delivery.stream if request.stream else self.delivery.whole
+        await deliver(visit, ticket, answer, self._settle)
         visit.trace.event("last_byte")
 
     async def _authenticated(self, visit: Visit) -> Principal:
@@ -202,20 +202,24 @@ class Pipeline:
         """Run the work until it ends, the caller leaves or the time is up. Raises ClientDisconnect, ApiError 504."""
         work = asyncio.create_task(self._work(visit, body), name="request")
         watch = asyncio.create_task(watch_disconnect(visit.receive), name="disconnect watch")
+        slow: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        visit.too_slow = slow
         left = self._timeouts.total_s - (self._clock() - visit.arrived)
         try:
-            await asyncio.wait({work, watch}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, watch, slow}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 return work.result()
             if watch.done():
                 raise ClientDisconnect
+            if slow.done():
+                return slow.result()
             raise timed_out(f"The request took longer than {self._timeouts.total_s:g} seconds in all.", "total_timeout")
         finally:
             work.cancel()
             watch.cancel()
             await asyncio.wait({work, watch}, timeout=WORK_END_S)
-            _retrieve(work)
-            _retrieve(watch)
+            for task in (work, watch, slow):
+                _retrieve(task)
 
     async def _reserved(self, visit: Visit, prepared: Prepared) -> QuotaDecision:
         """Take quota. Raises ApiError 429, 400 for what could never pass, 503 for a policy that fails."""
@@ -230,43 +234,6 @@ class Pipeline:
         self._monitor.event(prepared.job, Transition.ADMITTED, self._clock())
         return decision
 
-    async def _first_token(self, visit: Visit, ticket: Ticket) -> None:
-        left = self._timeouts.first_token_s - (self._clock() - visit.arrived)
-        try:
-            async with asyncio.timeout(max(0.0, left)):
-                await ticket.wait_first()
-        except TimeoutError:
-            raise timed_out(
-                f"No output within {self._timeouts.first_token_s:g} seconds.", "first_token_timeout"
-            ) from None
-
-    async def _stream(self, visit: Visit, ticket: Ticket) -> None:
-        answer = self._format(visit, ticket)
-        said: list[ChoiceDelta] = []
-        async for batch in ticket.batches():
-            data = b"".join(sse.event(chunk) for delta in batch for chunk in answer.chunks(delta))
-            if not data:
-                continue
-            if not visit.reply.begun:
-                await visit.reply.begin(200, {**sse.HEADERS, **self._headers(visit)})
-                visit.trace.event("first_byte")
-            await visit.reply.write(data)
-            said.extend(batch if visit.trace.captures_content else ())
-        visit.delivered = True
-        self._reporter.content(visit, said)
-        await self._settle(visit)
-        usage = sse.event(answer.usage_chunk(ticket.usage)) if ticket.prepared.include_usage else b""
-        await visit.reply.end(usage + sse.DONE)
-
-    async def _answer(self, visit: Visit, ticket: Ticket) -> None:
-        deltas = [delta async for batch in ticket.batches() for delta in batch]
-        answer = self._format(visit, ticket)
-        body = encode_json(answer.full(collect(deltas, ticket.choices), ticket.usage))
-        self._reporter.content(visit, deltas)
-        await self._settle(visit)
-        visit.trace.event("first_byte")
-        await visit.reply.whole(200, self._headers(visit), body)
-
     # -- how it ends ----------------------------------------------------------------------------------------------
 
     async def _refuse(self, visit: Visit, error: ApiError) -> None:
@@ -276,9 +243,10 @@ class Pipeline:
             async with asyncio.timeout(FAREWELL_S):
                 if not visit.reply.begun:
                     visit.reply.status = error.status
-                    await send_error(visit.reply.send, error, self._headers(visit))
-                elif not visit.reply.ended:
-                    await visit.reply.end(sse.error_event(error))
+                    await send_error(visit.reply.send, error, visit.headers(self._clock()))
+                elif not visit.reply.ended and visit.format is not None:
+                    usage = visit.ticket.usage if visit.ticket is not None else Usage()
+                    await visit.reply.end(visit.format.failure(error, usage))
 
     async def _settle(self, visit: Visit) -> None:
         """Give back what is held. Once: later calls wait for the first. Cancelling the caller does not cancel it."""
@@ -327,10 +295,6 @@ class Pipeline:
 
     # -- small parts ----------------------------------------------------------------------------------------------
 
-    def _headers(self, visit: Visit) -> dict[str, str]:
-        headers = rate_headers(visit.tenant, visit.decision, visit.policies.quota, self._clock())
-        return {**headers, **visit.prepared.headers()} if visit.prepared is not None else headers
-
     def _format(self, visit: Visit, ticket: Ticket) -> Format:
         assert visit.model is not None
         prepared = ticket.prepared
@@ -341,10 +305,11 @@ class Pipeline:
             revision=visit.model.revision,
             logprobs=prepared.generate.params.logprobs,
             include_usage=prepared.include_usage,
+            request=prepared.request,
         )
 
 
-def _retrieve(task: asyncio.Task[None]) -> None:
+def _retrieve(task: asyncio.Future[None]) -> None:
     """Look at how it ended, so that nobody warns of it; what matters of it was raised already."""
     if task.done() and not task.cancelled():
         task.exception()

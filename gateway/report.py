@@ -101,6 +101,8 @@ class Reporter:
             dispatchers[ticket.job.model].keep(ticket, keep)
         if visit.reason == "client_disconnected":
             self._metrics.client_disconnected()
+        if visit.reason == "slow_reader":
+            self._metrics.slow_reader()
         if prepared is not None:
             refused = visit.outcome in ("shed", "throttled")
             self._monitor.event(

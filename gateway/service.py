@@ -158,6 +158,7 @@ class Gateway:
         self.parts.tenants.reload(settings)
         self.parts.metrics.configure(settings)
         self.parts.pipeline.retime(settings.timeouts)
+        self.parts.pipeline.delivery.streams = settings.streams
         self.parts.gatekeeper.budget_s = settings.timeouts.policy_s
         for dispatcher in self.parts.dispatchers.values():
             dispatcher.cap(settings.queue)

@@ -204,6 +204,20 @@ class Timeouts(Section):
     """How long a stop waits for running requests."""
 
 
+class Streams(Section):
+    """Streams that wait, and readers that do not read."""
+
+    keep_alive_s: float | None = Field(15.0, gt=0)
+    """A comment after so many seconds of silence, so that no proxy takes the stream for dead. null: none."""
+    begin_after_s: float | None = Field(None, gt=0)
+    """A stream that still waits for its first output then begins with a comment; a later refusal comes in-band. null:
+    nothing is sent before the outcome is known, so that a refusal always has its status."""
+    slow_reader_s: float = Field(60.0, gt=0)
+    """A reader that takes nothing for so long is given up."""
+    max_backlog_bytes: int = Field(2**20, ge=65536)
+    """So is one that lets as much pile up."""
+
+
 class Telemetry(Section):
     """Where traces go. Nothing is exported without an endpoint (here or in ``OTEL_EXPORTER_OTLP_ENDPOINT``)."""
 
@@ -243,6 +257,7 @@ class Settings(Section):
     tenant_defaults: TenantDefaults | None = None
     models: tuple[Model, ...] = Field(min_length=1)
     timeouts: Timeouts = Timeouts()
+    streams: Streams = Streams()
     telemetry: Telemetry = Telemetry()
 
     @field_validator("tenants")

@@ -8,7 +8,8 @@ Rules
   Nothing is pushed, charged or counted after it.
 - ``committed`` is set the moment the first delta is handed to the caller; from then on the work is never repeated.
   A caller that collects (no stream) is handed nothing before the end, so its request may be repeated until then.
-- What is buffered is bounded by the request's own max_tokens; a slow reader gets what piled up in one batch.
+- What is buffered is bounded by the request's own max_tokens; a slow reader gets what piled up in one batch, and
+  ``delivery.py`` ends it when that becomes too much.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from gateway.choices import ChoiceDelta
     from gateway.intake import Prepared
     from gateway.worker_handle import WorkerHandle
+
+
+DELTA_BYTES = 256
+"""What an event of a stream takes besides its text, and a scored token besides the event."""
 
 
 class TicketState(StrEnum):
@@ -83,6 +88,7 @@ class Ticket:
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
         self._buffer: list[ChoiceDelta] = []
+        self._nudged = False
         self._news = asyncio.Event()
         self._dispatched = asyncio.Event()
         self._first = asyncio.Event()
@@ -179,10 +185,20 @@ class Ticket:
         """Return when it is over."""
         await self._done.wait()
 
+    @property
+    def backlog(self) -> int:
+        """About how many bytes of a stream wait for the caller."""
+        return sum(DELTA_BYTES * (1 + len(delta.scored)) + len(delta.text) for delta in self._buffer)
+
+    def nudge(self) -> None:
+        """Have ``batches`` hand out an empty batch, unless there is news."""
+        self._nudged = True
+        self._news.set()
+
     async def batches(self) -> AsyncIterator[list[ChoiceDelta]]:
         """Everything new since the last batch, until the end. Raises the ApiError it ended with, after the last batch.
 
-        Without ``stream`` there is one batch, at the end.
+        Without ``stream`` there is one batch, at the end. A batch is empty where ``nudge`` asked for one.
         """
         while True:
             await self._news.wait()
@@ -193,6 +209,9 @@ class Ticket:
                 batch, self._buffer = self._buffer, []
                 self.committed = True
                 yield batch
+            elif self._nudged:
+                yield []
+            self._nudged = False
             if self.done:
                 if self._buffer:
                     self._news.set()

@@ -39,7 +39,8 @@ class Endpoint:
     operation: Literal["chat", "text_completion"]
     """``gen_ai.operation.name``."""
     parse: Callable[[bytes], AnyRequest]
-    format: type[Format]
+    format: Callable[..., Format]
+    """Takes what ``Pipeline._format`` passes."""
 
 
 class Reply:
@@ -50,6 +51,10 @@ class Reply:
         """For an answer that somebody else makes; set ``status`` with it."""
         self.status: int | None = None
         self.ended = False
+        self.writing = False
+        """A write waits for the client to read."""
+        self.written_at = 0.0
+        """When the last write began (``time.monotonic``)."""
 
     @property
     def begun(self) -> bool:
@@ -64,12 +69,20 @@ class Reply:
 
     async def write(self, data: bytes) -> None:
         """Send a part of the body; waits while the client reads more slowly than this."""
-        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send_body(data, more=True)
 
     async def end(self, data: bytes = b"") -> None:
         """Send the last part."""
         self.ended = True
-        await self.send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._send_body(data, more=False)
+
+    async def _send_body(self, data: bytes, *, more: bool) -> None:
+        self.written_at = time.monotonic()
+        self.writing = True
+        try:
+            await self.send({"type": "http.response.body", "body": data, "more_body": more})
+        finally:
+            self.writing = False
 
     async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Send an answer in one piece."""
@@ -101,6 +114,10 @@ class Visit:
     """A reservation was asked for and not refused: it has to be settled, whatever became of the asking."""
     ticket: Ticket | None = None
     settlement: asyncio.Task[None] | None = None
+    format: Format | None = None
+    """How the answer is written, once it may begin."""
+    too_slow: asyncio.Future[None] | None = None
+    """Done when the caller does not read its stream."""
     delivered: bool = False
     """A stream whose last word went out."""
     outcome: Outcome = "error"
@@ -120,6 +137,11 @@ class Visit:
             raise
         finally:
             span.end()
+
+    def headers(self, now: float) -> dict[str, str]:
+        """Of any answer to it: rate limits, and what was lessened."""
+        headers = rate_headers(self.tenant, self.decision, self.policies.quota, now)
+        return {**headers, **self.prepared.headers()} if self.prepared is not None else headers
 
     def end(self, outcome: Outcome, reason: str | None = None) -> None:
         """What came of it."""

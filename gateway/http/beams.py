@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.errors import bad_request
-from gateway.http.jsonfields import Field, between, read, read_any
+from gateway.http.jsonfields import Field, between, checked, read, read_any
 from gateway.http.jsonfields import field as spec
 from gateway.http.unsupported import Unsupported
 from workers.protocol import Beams
@@ -29,7 +29,16 @@ def _early(value: bool | str) -> str | None:
     return None if isinstance(value, bool) or value == "never" else "must be true, false or 'never'"
 
 
-_EARLY = spec(bool | str, _early)
+_EARLY = spec(bool | str, checked(_early, {"anyOf": [{"type": "boolean"}, {"enum": ["never"]}]}))
+
+FIELDS: Mapping[str, Field[Any]] = {
+    "use_beam_search": _ON,
+    "best_of": _WIDTH,
+    "length_penalty": _PENALTY,
+    "early_stopping": _EARLY,
+}
+"""Every field that is read; the OpenAPI document is made of them."""
+
 _WITHOUT: Mapping[str, Unsupported] = {
     "best_of": Unsupported("only beam search ranks answers (use_beam_search: true); use 'n' and choose yourself", (1,)),
     "length_penalty": Unsupported("it belongs to beam search (use_beam_search: true)", (1, 1.0)),

@@ -56,29 +56,68 @@ def depth_exceeds(raw: bytes, limit: int) -> bool:
     return bool(brackets)
 
 
+Check = Callable[[Any], str | None]
+"""Returns the complaint about a value of the right type, or None. Its ``schema``, if any, says so in JSON schema."""
+
+
 @dataclass(frozen=True, slots=True)
 class Field(Generic[T]):
-    """How to read one field. ``check`` returns the complaint about a value of the right type, or None."""
+    """How to read one field, and what the OpenAPI document says of it."""
 
     decoder: msgspec.json.Decoder[T]
-    check: Callable[[T], str | None] = lambda _: None
+    check: Check = lambda _: None
+    doc: str = ""
+
+    def schema(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """JSON schema of the field, null included, and of the objects that it refers to by ``#/components/schemas``."""
+        (schema,), components = msgspec.json.schema_components([self.decoder.type], ref_template=REFERENCE)
+        schema = {**schema, **getattr(self.check, "schema", {})}
+        kinds = schema.get("type")
+        if isinstance(kinds, str) and "enum" not in schema:
+            schema["type"] = [kinds, "null"]
+        elif kinds != "null":
+            schema = {"anyOf": [*(schema.pop("anyOf", None) or [schema]), {"type": "null"}]}
+        return ({**schema, "description": self.doc} if self.doc else schema), components
 
 
-def field(type_: Any, check: Callable[[Any], str | None] = lambda _: None) -> Field[Any]:
+REFERENCE = "#/components/schemas/{name}"
+
+
+def field(type_: Any, check: Check = lambda _: None, doc: str = "") -> Field[Any]:
     """A field of ``type_``; null means "not given" and is handled by the reader."""
-    return Field(msgspec.json.Decoder(type_), check)
+    return Field(msgspec.json.Decoder(type_), check, doc)
 
 
-def between(low: float, high: float, hint: str = "") -> Callable[[Any], str | None]:
+@dataclass(frozen=True, slots=True)
+class between:  # noqa: N801 - reads as the check it makes
     """Check of a number; ``hint`` ends the complaint."""
-    extra = f" ({hint})" if hint else ""
 
-    def check(value: Any) -> str | None:
+    low: float
+    high: float
+    hint: str = ""
+
+    def __call__(self, value: Any) -> str | None:
+        if self.low <= value <= self.high:
+            return None
         shown = str(value)
         shown = shown if len(shown) <= 32 else f"one of {len(shown)} digits"
-        return None if low <= value <= high else f"must be between {low} and {high}{extra}, got {shown}"
+        return f"must be between {self.low} and {self.high}{f' ({self.hint})' if self.hint else ''}, got {shown}"
 
-    return check
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The bounds."""
+        return {"minimum": self.low, "maximum": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class checked:  # noqa: N801
+    """A check written as a function, with what it means in JSON schema."""
+
+    complain: Callable[[Any], str | None]
+    schema: dict[str, Any]
+
+    def __call__(self, value: Any) -> str | None:
+        return self.complain(value)
 
 
 def read(fields: Mapping[str, msgspec.Raw], name: str, how: Field[T], default: T) -> T:

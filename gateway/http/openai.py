@@ -5,6 +5,8 @@ Rules
 - Text and the finish reason come in separate chunks, as from OpenAI. Only ``stop`` and ``length`` are ever said; how a
   failed request ends is the pipeline's business.
 - With ``include_usage`` every chunk has ``usage: null`` and the last one has no choices.
+- The bytes of a stream are the format's, too (``stream``, ``closing``, ``failure``): not every endpoint frames them
+  alike.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from gateway.choices import Alternative, ChoiceDelta, ScoredToken
+from gateway.errors import ApiError
+from gateway.http import sse
+from gateway.http.schemas import Request
 from policies.types import Usage
 
 Json = dict[str, Any]
@@ -84,8 +89,12 @@ class Format:
         revision: str = "",
         logprobs: int | None = None,
         include_usage: bool = False,
+        request: Request | None = None,
     ) -> None:
-        """``logprobs``: number of alternatives asked for, None for no log probabilities at all."""
+        """``logprobs``: number of alternatives asked for, None for no log probabilities at all.
+
+        ``request``: for formats that repeat some of it.
+        """
         self.id = f"{self.prefix}-{job_id}"
         self._base: Json = {
             "id": self.id,
@@ -104,6 +113,18 @@ class Format:
     def full(self, answers: Sequence[Answer], usage: Usage) -> Json:
         """The whole answer. Raises ValueError for a choice that did not end well: that is no answer."""
         return {**self._base, "choices": [self._choice(answer) for answer in answers], "usage": usage_body(usage)}
+
+    def stream(self, deltas: Iterable[ChoiceDelta]) -> bytes:
+        """The bytes of a stream for some deltas; empty where they show nothing."""
+        return b"".join(sse.event(chunk) for delta in deltas for chunk in self.chunks(delta))
+
+    def closing(self, usage: Usage) -> bytes:
+        """The last bytes of a stream that succeeded."""
+        return (sse.event(self.usage_chunk(usage)) if self._include_usage else b"") + sse.DONE
+
+    def failure(self, error: ApiError, usage: Usage) -> bytes:
+        """The last bytes of a stream that did not."""
+        return sse.error_event(error)
 
     def usage_chunk(self, usage: Usage) -> Json:
         """The last chunk of a stream that asked for usage."""

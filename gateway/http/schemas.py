@@ -1,8 +1,9 @@
 """Request bodies of ``/v1/chat/completions`` and ``/v1/completions``: bytes in, checked values out.
 
 Rules
-- A field is read (``_COMMON`` and below), refused because ignoring it would change the answer (``unsupported.py``), or
-  unknown and ignored. Nothing here identifies the caller: ``user`` is carried as a label, ``tenant`` is never read.
+- A field is read (``common.py`` and below), refused because ignoring it would change the answer (``unsupported.py``),
+  or unknown and ignored. Nothing here identifies the caller: ``user`` is carried as a label, ``tenant`` is never read.
+- ``CHAT_FIELDS`` and ``COMPLETION_FIELDS`` name every field that is read; the OpenAPI document is made of them.
 - null means "not given". Every refusal is a 400 with ``param``.
 - What needs the model (vocabulary, context) or the tenant (limits) is checked in ``gateway/intake.py``.
 """
@@ -12,23 +13,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
 from gateway.errors import bad_request
-from gateway.http import unsupported
-from gateway.http.beams import beams
-from gateway.http.jsonfields import Field, between, read, read_any, scrap, split
+from gateway.http import beams, common, unsupported
+from gateway.http.jsonfields import Field, between, checked, read, scrap, split
 from gateway.http.jsonfields import field as spec
 from workers.protocol import Beams, SamplingParams
 
-MAX_N = 16
-MAX_STOPS = 4
-MAX_STOP_CHARS = 256
-MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 4096
-MAX_TOKENS = 2**31 - 1
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -46,6 +41,9 @@ class Message:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What chats and completions have in common."""
+
+    content_param: ClassVar[str]
+    """The field that holds the text, for messages."""
 
     model: str
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -74,6 +72,7 @@ class Request:
 class ChatRequest(Request):
     """Body of ``/v1/chat/completions``."""
 
+    content_param: ClassVar[str] = "messages"
     messages: tuple[Message, ...]
 
 
@@ -81,16 +80,16 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """Body of ``/v1/completions``: one prompt, as text or as token ids."""
 
+    content_param: ClassVar[str] = "prompt"
     prompt: str | tuple[int, ...]
 
 
 def parse_chat(raw: bytes) -> ChatRequest:
     """Parse and check a chat body. Raises ApiError 400 with ``param``."""
     fields = split(raw)
-    _refuse_unsupported(fields, unsupported.CHAT)
-    common = _common(fields, {"logprobs": _chat_logprobs(fields)})
-    tokens, tokens_param = _max_tokens(fields)
-    return ChatRequest(messages=_messages(fields), max_tokens=tokens, max_tokens_param=tokens_param, **common)
+    common.refuse_unsupported(fields, unsupported.CHAT)
+    shared = _shared(fields, {"logprobs": _chat_logprobs(fields)})
+    return ChatRequest(messages=_messages(fields), **shared)
 
 
 async def parse(how: Callable[[bytes], R], raw: bytes) -> R:
@@ -101,111 +100,29 @@ async def parse(how: Callable[[bytes], R], raw: bytes) -> R:
 def parse_completion(raw: bytes) -> CompletionRequest:
     """Parse and check a completion body. Raises ApiError 400 with ``param``."""
     fields = split(raw)
-    _refuse_unsupported(fields, unsupported.COMPLETION)
-    common = _common(fields, {"logprobs": read(fields, "logprobs", _COMPLETION_LOGPROBS, None)})
-    tokens, tokens_param = _max_tokens(fields)
-    return CompletionRequest(prompt=_prompt(fields), max_tokens=tokens, max_tokens_param=tokens_param, **common)
+    common.refuse_unsupported(fields, unsupported.COMPLETION)
+    shared = _shared(fields, {"logprobs": read(fields, "logprobs", _COMPLETION_LOGPROBS, None)})
+    return CompletionRequest(prompt=_prompt(fields), **shared)
 
 
-# What every request may say -------------------------------------------------------------------------------------------
+# Chats and completions ------------------------------------------------------------------------------------------------
 
 
-def _stops(value: str | list[str]) -> str | None:
-    stops = [value] if isinstance(value, str) else value
-    if len(stops) > MAX_STOPS:
-        return f"takes at most {MAX_STOPS} strings, got {len(stops)}"
-    for stop in stops:
-        if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            return (
-                f"strings must have 1 to {MAX_STOP_CHARS} characters, got one of {len(stop)}; leave 'stop' out for none"
-            )
-    return None
-
-
-def _logit_bias(value: dict[str, float]) -> str | None:
-    if len(value) > MAX_LOGIT_BIAS:
-        return f"takes at most {MAX_LOGIT_BIAS} entries, got {len(value)}"
-    for token, bias in value.items():
-        if not (token.isascii() and token.isdigit() and len(token) <= 10):
-            return f"keys must be token ids (whole numbers from 0), got {scrap(token)}"
-        if not -100 <= bias <= 100:
-            return f"values must be between -100 and 100, got {bias} for token {int(token)}"
-    return None
-
-
-def _metadata(value: dict[str, str]) -> str | None:
-    if len(value) > 16:
-        return f"takes at most 16 entries, got {len(value)}"
-    if any(len(key) > 64 or len(entry) > 512 for key, entry in value.items()):
-        return "keys may have at most 64 and values at most 512 characters"
-    return None
-
-
-def _model(value: str) -> str | None:
-    return None if 1 <= len(value) <= 256 else f"must have 1 to 256 characters, got {len(value)}"
-
-
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-
-
-_MODEL = spec(str, _model)
-_MAX_TOKENS = spec(int, between(1, MAX_TOKENS))
-_COMPLETION_LOGPROBS: Field[int | None] = spec(int, between(0, 5))
-_STREAM_OPTIONS = spec(_StreamOptions)
-
-_SAMPLING: Mapping[str, Field[Any]] = {
-    "temperature": spec(float, between(0, 2)),
-    "top_p": spec(float, lambda value: None if 0 < value <= 1 else f"must be above 0 and at most 1, got {value}"),
-    "top_k": spec(int, between(-1, 2**31 - 1, "0 or -1 = off")),
-    "min_p": spec(float, between(0, 1)),
-    "seed": spec(int, between(-(2**63), 2**63 - 1)),
-    "presence_penalty": spec(float, between(-2, 2)),
-    "frequency_penalty": spec(float, between(-2, 2)),
-    "ignore_eos": spec(bool),
-    "min_tokens": spec(int, between(0, MAX_TOKENS)),
-}
-_OTHER: Mapping[str, tuple[Field[Any], Any]] = {
-    "n": (spec(int, between(1, MAX_N, "send several requests for more")), 1),
-    "stream": (spec(bool), False),
-    "user": (spec(str, lambda value: None if len(value) <= 512 else "may have at most 512 characters"), None),
-    "metadata": (spec(dict[str, str], _metadata), {}),
-}
-_STOP = spec(str | list[str], _stops)
-_LOGIT_BIAS = spec(dict[str, float], _logit_bias)
-
-
-def _refuse_unsupported(fields: Mapping[str, msgspec.Raw], table: Mapping[str, unsupported.Unsupported]) -> None:
-    for name in fields:
-        if name in table and not table[name].accepts(read_any(fields, name)):
-            raise bad_request(f"{name} is not supported: {table[name].why}.", param=name, code="unsupported_parameter")
-
-
-def _common(fields: Mapping[str, msgspec.Raw], extra_params: Mapping[str, Any]) -> dict[str, Any]:
-    model = read(fields, "model", _MODEL, "")
-    if not model:
-        raise bad_request("model is missing. GET /v1/models lists the names.", param="model")
-    params = {name: value for name, how in _SAMPLING.items() if (value := read(fields, name, how, None)) is not None}
-    params["top_k"] = max(0, params.get("top_k", 0))
-    bias = read(fields, "logit_bias", _LOGIT_BIAS, {})
-    params["logit_bias"] = {int(token): value for token, value in bias.items()}
-    stop = read(fields, "stop", _STOP, [])
-    common = {name: read(fields, name, how, default) for name, (how, default) in _OTHER.items()}
-    options = read(fields, "stream_options", _STREAM_OPTIONS, None)
-    if options is not None and not common["stream"]:
+def _shared(fields: Mapping[str, msgspec.Raw], extra_params: Mapping[str, Any]) -> dict[str, Any]:
+    shared = common.read_common(fields, extra_params)
+    shared["n"] = read(fields, "n", common.N, 1)
+    shared["beams"] = beams.beams(fields, shared["n"])
+    options = read(fields, "stream_options", common.STREAM_OPTIONS, None)
+    if options is not None and not shared["stream"]:
         raise bad_request("stream_options is only allowed with stream: true.", param="stream_options")
-    return common | {
-        "model": model,
-        "beams": beams(fields, common["n"]),
-        "params": SamplingParams(**params, **extra_params),
-        "stop": (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop)),
-        "include_usage": options is not None and bool(options.include_usage),
-    }
+    shared["include_usage"] = options is not None and bool(options.include_usage)
+    shared["max_tokens"], shared["max_tokens_param"] = _max_tokens(fields)
+    return shared
 
 
 def _max_tokens(fields: Mapping[str, msgspec.Raw]) -> tuple[int | None, str]:
-    old = read(fields, "max_tokens", _MAX_TOKENS, None)
-    new = read(fields, "max_completion_tokens", _MAX_TOKENS, None)
+    old = read(fields, "max_tokens", common.COUNT, None)
+    new = read(fields, "max_completion_tokens", common.COUNT, None)
     if old is not None and new is not None and old != new:
         raise bad_request(
             f"max_tokens ({old}) and max_completion_tokens ({new}) contradict each other; send one of them.",
@@ -214,17 +131,27 @@ def _max_tokens(fields: Mapping[str, msgspec.Raw]) -> tuple[int | None, str]:
     return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
 
 
+_SHARED: Mapping[str, Field[Any]] = {
+    **common.FIELDS,
+    **beams.FIELDS,
+    "n": common.N,
+    "stream_options": common.STREAM_OPTIONS,
+    "max_tokens": common.COUNT,
+    "max_completion_tokens": common.COUNT,
+}
+
+
 # Chat -----------------------------------------------------------------------------------------------------------------
 
 
 class _Part(msgspec.Struct):
-    type: str
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["text", "refusal"]})]
     text: str | None = None
     refusal: str | None = None
 
 
 class _Message(msgspec.Struct):
-    role: str
+    role: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(ROLES)})]
     content: str | list[_Part] | None = None
     tool_calls: Any = None
     function_call: Any = None
@@ -233,10 +160,22 @@ class _Message(msgspec.Struct):
 
 _MESSAGES = spec(
     list[_Message],
-    lambda value: None if 1 <= len(value) <= MAX_MESSAGES else f"takes 1 to {MAX_MESSAGES} messages, got {len(value)}",
+    checked(
+        lambda value: (
+            None if 1 <= len(value) <= MAX_MESSAGES else f"takes 1 to {MAX_MESSAGES} messages, got {len(value)}"
+        ),
+        {"minItems": 1, "maxItems": MAX_MESSAGES},
+    ),
 )
 _TOP_LOGPROBS: Field[int | None] = spec(int, between(0, 20))
 _LOGPROBS = spec(bool)
+
+CHAT_FIELDS: Mapping[str, Field[Any]] = {
+    "messages": _MESSAGES,
+    **_SHARED,
+    "logprobs": _LOGPROBS,
+    "top_logprobs": _TOP_LOGPROBS,
+}
 
 
 def _chat_logprobs(fields: Mapping[str, msgspec.Raw]) -> int | None:
@@ -289,7 +228,11 @@ def _part(path: str, part: _Part, role: str) -> str:
 
 # Completions ----------------------------------------------------------------------------------------------------------
 
-_PROMPT = spec(str | list[int | str | list[int]])
+_PROMPT = spec(str | list[int | str | list[int]], doc="One text, or one list of token ids.")
+_COMPLETION_LOGPROBS: Field[int | None] = spec(int, between(0, 5))
+
+COMPLETION_FIELDS: Mapping[str, Field[Any]] = {"prompt": _PROMPT, **_SHARED, "logprobs": _COMPLETION_LOGPROBS}
+
 _MANY = "prompt takes one prompt per request, got {}; send one request per prompt (they share the batch anyway)."
 
 

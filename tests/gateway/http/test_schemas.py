@@ -83,8 +83,7 @@ def test_every_field_is_read() -> None:
 
 
 def test_null_means_not_given_everywhere() -> None:
-    names = [*schemas._SAMPLING, *schemas._OTHER, "stop", "logit_bias", "stream_options", "max_tokens", "logprobs"]
-    names += ["max_completion_tokens", "top_logprobs", *unsupported.CHAT]
+    names = [*(schemas.CHAT_FIELDS.keys() - {"model", "messages"}), *unsupported.CHAT]
     assert chat(**dict.fromkeys(names)) == chat()
 
 
@@ -482,7 +481,7 @@ def test_depth_is_counted_exactly(value: Any, limit: int) -> None:
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
-        st.sampled_from([*schemas._SAMPLING, *schemas._OTHER, "stop", "logit_bias", "messages", "model", "tools"]),
+        st.sampled_from([*schemas.CHAT_FIELDS, "tools"]),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
             lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),

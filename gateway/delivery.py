@@ -1,0 +1,133 @@
+"""How an answer reaches its caller: in one piece, or as a stream that is neither silent nor waits for ever.
+
+Rules
+- The request's own task writes, nobody else: a timer per stream (``Pulse``) only asks for a comment, or gives up.
+- Nothing is sent before the first output or the failure is known, so that a refusal has its status; unless the operator
+  sets ``streams.begin_after_s``: then a stream that still waits begins with a comment.
+- A comment is no output: the work may still be repeated after it.
+- A reader that takes nothing for ``slow_reader_s``, or lets ``max_backlog_bytes`` pile up, is given up: its request
+  ends as ``cancelled`` and what ran is settled.
+- The reservation is settled before the last byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from gateway.choices import ChoiceDelta
+from gateway.errors import slow_reader, timed_out
+from gateway.http import sse
+from gateway.http.openai import Format, collect
+from gateway.report import Reporter
+from gateway.settings import Streams
+from gateway.ticket import Ticket
+from gateway.visit import Visit, encode_json
+
+Settle = Callable[[Visit], Awaitable[None]]
+
+TICK_S = 1.0
+"""How often a stream is looked after, at most."""
+
+
+class Delivery:
+    """Hands out answers. One per gateway; state of a request is in its ``Visit``."""
+
+    def __init__(self, reporter: Reporter, streams: Streams, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reporter = reporter
+        self._clock = clock
+        self.streams = streams
+        """For streams that begin from now on. May be changed at any time."""
+
+    async def first_output(self, visit: Visit, ticket: Ticket, limit_s: float) -> None:
+        """Return when there is output, or the request is over. Raises ApiError 504 ``limit_s`` after its arrival."""
+        left = limit_s - (self._clock() - visit.arrived)
+        try:
+            async with asyncio.timeout(max(0.0, left)):
+                if ticket.stream and self.streams.begin_after_s is not None:
+                    await self._begin_while_waiting(visit, ticket, self.streams.begin_after_s)
+                await ticket.wait_first()
+        except TimeoutError:
+            raise timed_out(f"No output within {limit_s:g} seconds.", "first_token_timeout") from None
+
+    async def stream(self, visit: Visit, ticket: Ticket, answer: Format, settle: Settle) -> None:
+        """The answer as it comes. Raises what the ticket ends with."""
+        said: list[ChoiceDelta] = []
+        pulse = Pulse(visit, ticket, self.streams)
+        try:
+            async for batch in ticket.batches():
+                data = answer.stream(batch) if batch else sse.KEEP_ALIVE
+                if not data or not (batch or visit.reply.begun):
+                    continue
+                await self._begin(visit)
+                await visit.reply.write(data)
+                said.extend(batch if visit.trace.captures_content else ())
+            visit.delivered = True
+            self._reporter.content(visit, said)
+            await settle(visit)
+            await visit.reply.end(answer.closing(ticket.usage))
+        finally:
+            pulse.stop()
+
+    async def whole(self, visit: Visit, ticket: Ticket, answer: Format, settle: Settle) -> None:
+        """The answer in one piece. Raises what the ticket ends with."""
+        deltas = [delta async for batch in ticket.batches() for delta in batch]
+        body = encode_json(answer.full(collect(deltas, ticket.choices), ticket.usage))
+        self._reporter.content(visit, deltas)
+        await settle(visit)
+        visit.trace.event("first_byte")
+        await visit.reply.whole(200, visit.headers(self._clock()), body)
+
+    async def _begin(self, visit: Visit) -> None:
+        if not visit.reply.begun:
+            await visit.reply.begin(200, {**sse.HEADERS, **visit.headers(self._clock())})
+            visit.trace.event("first_byte")
+
+    async def _begin_while_waiting(self, visit: Visit, ticket: Ticket, patience_s: float) -> None:
+        pause: float | None = patience_s
+        while not await _ready(ticket, pause):
+            await self._begin(visit)
+            await visit.reply.write(sse.KEEP_ALIVE)
+            pause = self.streams.keep_alive_s
+
+
+async def _ready(ticket: Ticket, within_s: float | None) -> bool:
+    try:
+        async with asyncio.timeout(within_s):
+            await ticket.wait_first()
+    except TimeoutError:
+        return False
+    return True
+
+
+class Pulse:
+    """Looks after one stream until ``stop``: one timer, nothing per token."""
+
+    def __init__(self, visit: Visit, ticket: Ticket, streams: Streams) -> None:
+        self._visit = visit
+        self._ticket = ticket
+        self._streams = streams
+        self._loop = asyncio.get_running_loop()
+        self._every_s = min(TICK_S, streams.slow_reader_s / 2, (streams.keep_alive_s or TICK_S) / 2)
+        self._timer = self._loop.call_later(self._every_s, self._tick)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        reply, streams = self._visit.reply, self._streams
+        quiet_s = time.monotonic() - reply.written_at
+        if reply.writing:
+            if quiet_s >= streams.slow_reader_s or self._ticket.backlog >= streams.max_backlog_bytes:
+                self._give_up()
+                return
+        elif reply.begun and streams.keep_alive_s is not None and quiet_s >= streams.keep_alive_s:
+            self._ticket.nudge()
+        self._timer = self._loop.call_later(self._every_s, self._tick)
+
+    def _give_up(self) -> None:
+        future = self._visit.too_slow
+        if future is not None and not future.done():
+            future.set_exception(slow_reader("The stream was not read fast enough and was ended."))
