@@ -41,6 +41,9 @@ from gateway.runtime import Runtime
 from gateway.service import Gateway, Parts
 from gateway.settings import Model, Settings
 from gateway.settings import Pool as PoolConfig
+from gateway.state.folder import folder
+from gateway.state.records import KeyDirectory
+from gateway.state.registrar import Registrar
 from gateway.telemetry import Telemetry, setup
 from gateway.tenants import Tenants
 from gateway.worker_slot import SlotOptions
@@ -66,7 +69,7 @@ def build(
     config_path: Path | None = None,
     manager: pluggy.PluginManager | None = None,
 ) -> Gateway:
-    """Make a gateway. Nothing is started, no file but policies' own is read.
+    """Make a gateway. Nothing is started; no file is read but policies' own and, with ``state.path``, the state.
 
     ``config_path``: what ``reload`` reads. ``manager``: plugins already loaded, instead of ``settings.plugins``.
     Raises BuildError, PluginError, RegistrationError.
@@ -75,7 +78,9 @@ def build(
     manager = manager or make_manager(settings.plugins)
     registry = Registry.from_manager(manager)
     secret = env.get(SECRET_ENV, "").encode() or secrets.token_bytes(32)
+    keys = KeyDirectory()
     try:
+        state = folder(settings.state, base_dir)
         admin_token(settings.admin, env)
         metrics = Metrics(settings, versions=_versions())
         telemetry = setup(settings, metrics, env=env)
@@ -87,6 +92,7 @@ def build(
                 listen_host=settings.listen.host,
                 tenant_from_claims=tenant_from_claims(manager),
                 fetch_json=fetch_json,
+                stored_keys=keys.find if state is not None else None,
                 models=frozenset(model.name for model in settings.models),
                 server_secret=secret,
             ),
@@ -115,6 +121,7 @@ def build(
             for model in settings.models
             for config in model.pools
         ]
+        registrar = Registrar(state, keys, env)  # last: it opens files
     except ValueError as error:  # what policies, launchers and telemetry have against their settings
         raise BuildError(str(error)) from error
     tenants = Tenants(settings)
@@ -155,6 +162,7 @@ def build(
         telemetry=telemetry,
         recent=recent,
         history=History(metrics, tenants, dispatchers, recent),
+        registrar=registrar,
         secret=secret,
     )
     return Gateway(settings, parts, base_dir=base_dir, config_path=config_path, env=env)

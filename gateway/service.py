@@ -33,6 +33,9 @@ from gateway.recent import RecentRequests
 from gateway.reloading import Reloaded, compare, in_force
 from gateway.runtime import Runtime
 from gateway.settings import PolicyUse, Settings
+from gateway.state.audit import Actor, Event
+from gateway.state.overlay import combined
+from gateway.state.registrar import Registrar
 from gateway.telemetry import Telemetry
 from gateway.tenants import Tenants
 from policies.registry import Registry
@@ -41,6 +44,7 @@ from workers.model_store import Progress
 
 _log = log.get("gateway")
 
+SIGNAL = Actor("signal", "signal")
 FIRST_RETRY_S = 1.0
 _MAX_RETRY_S = 30.0
 _LAST_WORDS_S = 2.0
@@ -64,6 +68,7 @@ class Parts:
     telemetry: Telemetry
     recent: RecentRequests
     history: History
+    registrar: Registrar
     secret: bytes = field(repr=False)
     """Signs receipts; never shown."""
 
@@ -119,6 +124,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin. Raises what a policy raises that cannot start."""
+        self.parts.registrar.start(self.renew_tenants)
+        self.renew_tenants()
         await self.parts.runtime.start()
         self._spawn("loop lag", self.parts.metrics.watch_loop())
         self._spawn("history", self.parts.history.run())
@@ -128,7 +135,15 @@ class Gateway:
             pool.start()
         self._started = True
 
-    async def reload(self) -> Reloaded:
+    def renew_tenants(self) -> None:
+        """Put the file's tenants and those of the admin API in force, for requests that arrive from now on."""
+        settings, problems = combined(self.settings, self.parts.registrar.tenants)
+        for problem in problems:
+            _log.error("stored_tenant_left_out", why=problem)
+        self.parts.tenants.reload(settings)
+        self.parts.metrics.configure(settings)
+
+    async def reload(self, actor: Actor = SIGNAL) -> Reloaded:
         """Read the configuration file again. Raises ConfigErrors, PolicyConfigError …; nothing has changed then."""
         if self._config_path is None:
             raise ValueError("this gateway was not started from a file")
@@ -148,6 +163,7 @@ class Gateway:
             done = replace(done, changed=(*(f"policies.{kind}" for kind in changes), *others))
             self._apply(in_force(self.settings, settings))
         _log.info("reloaded", changed=len(done.changed), policies=sorted(changes), tenants=len(settings.tenants))
+        await self.parts.registrar.record(Event(actor, "config.reload", "config", after=done.as_json()))
         if done.needs_restart:
             _log.warning("reload_needs_restart", keys=", ".join(done.needs_restart))
         return done
@@ -155,8 +171,7 @@ class Gateway:
     def _apply(self, settings: Settings) -> None:
         """What can change while requests run, but for the policies: for requests that arrive from now on."""
         self.settings = settings
-        self.parts.tenants.reload(settings)
-        self.parts.metrics.configure(settings)
+        self.renew_tenants()
         self.parts.pipeline.retime(settings.timeouts)
         self.parts.pipeline.delivery.streams = settings.streams
         self.parts.gatekeeper.budget_s = settings.timeouts.policy_s
@@ -191,6 +206,7 @@ class Gateway:
         await asyncio.gather(*(pool.stop() for pool in self.parts.pools))
         await self.parts.pipeline.wait_settled()
         await self.parts.runtime.close()
+        await self.parts.registrar.stop()
         await asyncio.to_thread(self.parts.intake.close)
         await asyncio.to_thread(self.parts.telemetry.shutdown)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 import yaml
@@ -97,7 +98,8 @@ class _Builder:
             raise _TooManyError
         self._source.lines.setdefault(path, _line(node))
         if isinstance(node, yaml.ScalarNode):
-            return self._loader.construct_object(node)
+            value = self._loader.construct_object(node)
+            return node.value if isinstance(value, date) else value  # a date stays the text that it is
         if id(node) in self._open:
             return self._refuse(path, "an anchor cannot hold itself", node)
         self._open.add(id(node))

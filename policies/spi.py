@@ -96,6 +96,9 @@ class PolicyContext:
     """Builds another policy of the same registry, for composites (``chain``, ``hierarchical``)."""
     prepare: Callable[[Kind, str, Mapping[str, Any]], Callable[[], Any]] | None = None
     """Like ``build``, but checks once and returns what makes a new one per call: for composites that need many."""
+    stored_keys: Callable[[bytes], Sequence[tuple[bytes, Principal]]] | None = None
+    """API keys that the admin API made, for ``api_key``: by the first 8 bytes of a SHA-256, the whole hashes that begin
+    so and whom each stands for until ``Principal.expires_at``. None: this gateway keeps none."""
     models: frozenset[str] = frozenset()
     """Names of the configured models, for settings that name one; empty: not known here."""
     server_secret: bytes = b""

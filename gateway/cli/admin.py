@@ -45,6 +45,10 @@ class AdminClient:
         """POST JSON; the parsed answer. Raises UserError with what the gateway says, or why it cannot be reached."""
         return self._ask("POST", path, json.dumps(body).encode())
 
+    def delete(self, path: str) -> Any:
+        """DELETE; the parsed answer. Raises UserError as ``post`` does."""
+        return self._ask("DELETE", path, None)
+
     def _ask(self, method: str, path: str, body: bytes | None) -> Any:
         headers = {} if body is None else {"content-type": "application/json"}
         if self.token:

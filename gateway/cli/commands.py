@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import typer
 
-from gateway.cli import bench, config, doctor, model, plugins, requests, serve, simulate, token, top, worker
+from gateway.cli import (
+    audit,
+    bench,
+    config,
+    doctor,
+    keys,
+    model,
+    plugins,
+    requests,
+    serve,
+    simulate,
+    token,
+    top,
+    worker,
+)
 
 app = typer.Typer(
     name="forebay",
@@ -26,3 +40,5 @@ bench.register(app)
 top.register(app)
 simulate.register(app)
 requests.register(app)
+keys.register(app)
+audit.register(app)

@@ -25,9 +25,11 @@ from gateway.console_data import ConsoleData
 from gateway.errors import ApiError, forbidden
 from gateway.http.console.app import ROOT as CONSOLE
 from gateway.http.console.app import console_app
+from gateway.http.identity import IdentityApi
 from gateway.http.locality import host_name, is_loopback
 from gateway.http.middleware import error_response, exception_handlers, guard
 from gateway.http.policies import PoliciesApi
+from gateway.http.trail import identify, note
 from gateway.purge import purge
 from gateway.settings import Admin
 from gateway.timed import unwrap
@@ -44,7 +46,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def admin_app(gateway: Gateway) -> ASGIApp:
     """The ASGI application of the admin listener."""
-    api, policies = _Api(gateway), PoliciesApi(gateway)
+    api, policies, identity = _Api(gateway), PoliciesApi(gateway), IdentityApi(gateway)
     routes = [
         Route("/healthz", api.health, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),
@@ -55,6 +57,7 @@ def admin_app(gateway: Gateway) -> ASGIApp:
         Route("/admin/queue", api.queue, methods=["GET"]),
         Route("/admin/workers", api.workers, methods=["GET"]),
         Route("/admin/overview", api.overview, methods=["GET"]),
+        *identity.routes(),
     ]
     app = Starlette(routes=routes, exception_handlers=exception_handlers())
     app.router.redirect_slashes = False
@@ -101,6 +104,7 @@ class _Gate:
             if refusal is not None:
                 await error_response(refusal)(scope, receive, send)
                 return
+            identify(scope, "admin" if self._token else "local")
         await self._app(scope, receive, send)
 
     def _with_token(self, request: Request) -> ApiError | None:
@@ -175,4 +179,5 @@ class _Api:
                 404, "There is no such tenant.", type="invalid_request_error", code="unknown_tenant", param="tenant"
             )
         receipt = await purge(tenant, self._parts.tenants, self._parts.pools, self._parts.secret)
+        await note(self._gateway, request, "cache.purge", f"tenant:{tenant}", after=receipt.body())
         return JSONResponse(receipt.body(), 200 if receipt.complete else 202)

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.config_file import ConfigErrors
 from gateway.errors import ApiError, bad_request
+from gateway.http.trail import actor, note
 from gateway.policy_view import restored, without_secrets
 from gateway.settings import PolicyUse
 from policies.spi import KINDS, Kind, PolicyConfigError
@@ -48,11 +49,15 @@ class PoliciesApi:
         body = await _json_object(request)
         try:
             if body == {"reload": True}:
-                done = await self._gateway.reload()
+                done = await self._gateway.reload(actor(request))
                 return JSONResponse({**self._state(), "reload": done.as_json()})
             if "shadow_s" in body:
-                return await self._shadow(body)
+                answer = await self._shadow(body)
+                await note(self._gateway, request, "policies.shadow", "policies", after=_masked(body))
+                return answer
+            before = {kind: use for kind, use in self._state()["policies"].items() if kind in body}
             await self._runtime.swap(self._uses(body))
+            await note(self._gateway, request, "policies.swap", "policies", before=before, after=_masked(body))
         except (PolicyConfigError, ConfigErrors) as error:
             raise bad_request(f"Nothing was changed. {error}", code="invalid_policy") from error
         except ApiError:
@@ -97,6 +102,11 @@ class PoliciesApi:
 
 def _shown(use: PolicyUse) -> dict[str, Any]:
     return {"use": use.use, "with": without_secrets(use.with_)}
+
+
+def _masked(body: Mapping[str, Any]) -> dict[str, Any]:
+    masked: dict[str, Any] = without_secrets(body)
+    return masked
 
 
 def _conflict(message: str, code: str) -> ApiError:

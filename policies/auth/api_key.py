@@ -4,6 +4,8 @@ Rules
 - A key is 256 random bits (``make_key``), so a plain hash is enough: there is nothing to guess or to stretch.
 - The config holds hashes only; a key is shown once, when it is made.
 - Keys are found by a part of their hash and compared whole in constant time; an unknown key costs the same comparison.
+- Keys of the configuration and keys that the admin API made (``PolicyContext.stored_keys``) pass alike. The latter are
+  looked up per request, so one that is revoked is refused from the next request on.
 - ``Authorization: Bearer`` or ``x-api-key``; two different credentials in one request are refused.
 """
 
@@ -13,18 +15,20 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from policies.spi import AuthError, PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec
 from policies.types import AuthRequest, Principal, TenantId
 
 PREFIX = "fb_"
 _MAX_KEY_CHARS = 512
-_INDEX_BYTES = 8
+INDEX_BYTES = 8
 _SHOWN = 8
+_NOBODY: list[tuple[bytes, Principal | None]] = [(bytes(32), None)]
 
 
 def make_key() -> str:
@@ -32,9 +36,14 @@ def make_key() -> str:
     return PREFIX + secrets.token_urlsafe(32)
 
 
+def digest_of(key: str) -> bytes:
+    """What is stored of a key: its SHA-256."""
+    return hashlib.sha256(key.encode()).digest()
+
+
 def hash_key(key: str) -> str:
-    """What the config stores: ``sha256:<hex>``."""
-    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+    """The same, as the config writes it: ``sha256:<hex>``."""
+    return "sha256:" + digest_of(key).hex()
 
 
 def key_prefix(key: str) -> str:
@@ -52,10 +61,12 @@ class KeyEntry(PolicyConfig):
     roles: frozenset[str] = frozenset()
     prefix: str | None = None
     """For people only; not used to decide."""
+    expires: AwareDatetime | None = None
+    """When it ends (ISO 8601 with an offset: ``2027-01-31T00:00:00Z``)."""
 
 
 class ApiKeyConfig(PolicyConfig):
-    """Keys here, in a JSON file (a list of the same entries), or both."""
+    """Keys here, in a JSON file (a list of the same entries), and those made through the admin API."""
 
     keys: tuple[KeyEntry, ...] = ()
     keys_file: str | None = None
@@ -64,8 +75,16 @@ class ApiKeyConfig(PolicyConfig):
 class ApiKeyAuth:
     """O(1) in the number of keys."""
 
-    def __init__(self, entries: Iterable[KeyEntry]) -> None:
-        self._by_index: dict[bytes, list[tuple[bytes, Principal]]] = {}
+    def __init__(
+        self,
+        entries: Iterable[KeyEntry],
+        stored: Callable[[bytes], Sequence[tuple[bytes, Principal]]] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``stored``: see ``PolicyContext.stored_keys``. ``clock``: Unix seconds."""
+        self._stored = stored
+        self._clock = clock
+        self._by_index: dict[bytes, list[tuple[bytes, Principal | None]]] = {}
         for entry in entries:
             digest = bytes.fromhex(entry.hash.removeprefix("sha256:"))
             principal = Principal(
@@ -75,18 +94,23 @@ class ApiKeyAuth:
                 roles=entry.roles,
                 method="api_key",
                 key_id=digest.hex()[:12],
+                expires_at=entry.expires.timestamp() if entry.expires is not None else None,
             )
-            self._by_index.setdefault(digest[:_INDEX_BYTES], []).append((digest, principal))
+            self._by_index.setdefault(digest[:INDEX_BYTES], []).append((digest, principal))
 
     async def authenticate(self, request: AuthRequest) -> Principal:
         """Raises AuthError; never says which check failed to the caller."""
-        digest = hashlib.sha256(_presented(request).encode()).digest()
+        digest = digest_of(_presented(request))
+        index = digest[:INDEX_BYTES]
+        known = [*self._by_index.get(index, ()), *(self._stored(index) if self._stored is not None else ())]
         found: Principal | None = None
-        for known, principal in self._by_index.get(digest[:_INDEX_BYTES], [(bytes(32), None)]):
-            if hmac.compare_digest(known, digest):
+        for candidate, principal in known or _NOBODY:
+            if hmac.compare_digest(candidate, digest):
                 found = principal
         if found is None:
             raise AuthError("unknown API key")
+        if found.expires_at is not None and found.expires_at <= self._clock():
+            raise AuthError("the API key has ended")
         return found
 
 
@@ -117,15 +141,15 @@ def _make(config: ApiKeyConfig, ctx: PolicyContext) -> ApiKeyAuth:
     entries = list(config.keys)
     if config.keys_file is not None:
         entries += _read(Path(ctx.base_dir) / config.keys_file)
-    if not entries:
-        raise PolicyConfigError("no keys; list them here or in keys_file", "keys")
+    if not entries and ctx.stored_keys is None:
+        raise PolicyConfigError("no keys; list them here or in keys_file, or set state.path and make some", "keys")
     seen: set[str] = set()
     for index, entry in enumerate(entries):
         if entry.hash in seen:
             path = f"keys.{index}.hash" if index < len(config.keys) else "keys_file"
             raise PolicyConfigError("the same key is listed twice", path)
         seen.add(entry.hash)
-    return ApiKeyAuth(entries)
+    return ApiKeyAuth(entries, ctx.stored_keys)
 
 
 SPEC = PolicySpec("auth", "api_key", ApiKeyConfig, _make, "API keys, stored hashed and compared in constant time.")

@@ -25,6 +25,8 @@ from gateway.http.console.access import HEADERS, Access, Visitor
 from gateway.http.console.actions import Actions, Result
 from gateway.http.console.pages import PAGES, Page
 from gateway.http.console.render import Renderer
+from gateway.http.trail import actor, identify
+from gateway.state.audit import Event
 
 if TYPE_CHECKING:
     from gateway.service import Gateway
@@ -34,6 +36,8 @@ _log = log.get("console")
 ROOT = "/console"
 LOGIN = f"{ROOT}/login"
 MAX_FIELDS = 16
+_AUDITED = ("tenant", "worker", "job", "kind", "use", "seconds")
+"""Fields that go into the audit log: none that may hold a secret."""
 
 
 def console_app(gateway: Gateway, token: str) -> ASGIApp:
@@ -182,6 +186,11 @@ class _Console:
         fields = await _fields(request)
         self._access.check_csrf(visitor, fields.get("csrf", ""))
         result = await self._actions.run(name, fields)
+        if name not in ("check", "reload"):  # a check changes nothing; a reload is noted where it is done
+            identify(request.scope, "admin" if self._access.wants_token else "local")
+            said = {key: fields[key] for key in _AUDITED if key in fields}
+            event = Event(actor(request, "console"), f"console.{name}", name, after={"ok": result.ok, **said})
+            await self._gateway.parts.registrar.record(event)
         if request.headers.get("hx-request") == "true":
             return HTMLResponse(self._renderer.html("_result.html", {"result": result}), result.status)
         back = fields.get("back", "")

@@ -1,0 +1,118 @@
+"""Tenants of the configuration file and of the admin API as one list. Pure.
+
+Rules
+- The file is the truth for every key that it sets of a tenant; what it leaves out may be set through the admin API, and
+  so may whole tenants that it does not name.
+- What is stored is kept as it was set, in the shape of ``tenants[]``. Where it does not fit the file any more (a class
+  is gone) that tenant is left out and named: its requests get 403 rather than somebody else's rights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from gateway.errors import ApiError, bad_request
+from gateway.settings import Section, Settings, Tenant
+
+Raw = Mapping[str, Any]
+Path = tuple[str, ...]
+
+
+def combined(settings: Settings, stored: Mapping[str, Raw]) -> tuple[Settings, list[str]]:
+    """``settings`` with the stored tenants in it, and what is wrong with those that were left out."""
+    problems: list[str] = []
+    tenants: list[Tenant] = []
+    named = {tenant.id: tenant for tenant in settings.tenants}
+    for name in [*named, *sorted(set(stored) - set(named))]:
+        if name not in stored:
+            tenants.append(named[name])
+            continue
+        try:
+            tenants.append(effective(name, named.get(name), stored[name], settings))
+        except ApiError as error:
+            problems.append(f"tenant {name}: {error.message}")
+    return settings.model_copy(update={"tenants": tuple(tenants)}), problems
+
+
+def effective(name: str, named: Tenant | None, stored: Raw, settings: Settings) -> Tenant:
+    """One tenant: what is stored, under what the file says. Raises ApiError 400 with ``param``."""
+    raw = _copied(stored)
+    for path, value in leaves(named) if named is not None else ():
+        _set(raw, path, value)
+    try:
+        tenant = Tenant.model_validate({**raw, "id": name})
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        where = ".".join(map(str, detail["loc"]))
+        text = str(detail["msg"]).removeprefix("Value error, ")
+        raise bad_request(f"{where}: {text}.", param=where) from None
+    if tenant.class_ not in settings.classes:
+        known = ", ".join(sorted(settings.classes))
+        raise bad_request(f"class: there is no class {tenant.class_[:64]!r} (known: {known}).", param="class")
+    return tenant
+
+
+def patched(stored: Raw, patch: Raw) -> dict[str, Any]:
+    """A JSON merge patch (RFC 7396): mappings are merged, null removes, everything else replaces."""
+    result = _copied(stored)
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, Mapping) and key in _SECTIONS:
+            result[key] = patched(result.get(key) or {}, value)
+        else:
+            result[key] = value
+    return result
+
+
+def fixed(named: Tenant | None, patch: Raw) -> list[str]:
+    """Keys of ``patch`` that the file sets, dotted."""
+    if named is None:
+        return []
+    set_there = {path for path, _ in leaves(named)}
+    return [".".join(path) for path in _paths(patch) if any(path[: len(there)] == there for there in set_there)]
+
+
+def leaves(section: Section, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The keys that the file sets, but for ``id``, with their values as JSON."""
+    dumped = section.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    for name, field in type(section).model_fields.items():
+        key = field.alias or name
+        if name not in section.model_fields_set or (not prefix and key == "id"):
+            continue
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from leaves(value, (*prefix, key))
+        else:
+            yield (*prefix, key), dumped[key]
+
+
+_SECTIONS = frozenset(
+    field.alias or name
+    for name, field in Tenant.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+)
+"""Keys of a tenant that hold keys of their own (``limits``, ``privacy``)."""
+
+
+def _paths(patch: Raw, prefix: Path = ()) -> Iterator[Path]:
+    for key, value in patch.items():
+        if not prefix and key in _SECTIONS and isinstance(value, Mapping):
+            yield from _paths(value, (key,))
+        else:
+            yield (*prefix, key)
+
+
+def _set(raw: dict[str, Any], path: Path, value: Any) -> None:
+    for key in path[:-1]:
+        inner = raw.get(key)
+        raw[key] = inner = dict(inner) if isinstance(inner, Mapping) else {}
+        raw = inner
+    raw[path[-1]] = value
+
+
+def _copied(raw: Raw) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in raw.items()}

@@ -1,0 +1,102 @@
+"""Tenants of the file and of the admin API: the file wins, key by key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.errors import ApiError
+from gateway.settings import Settings
+from gateway.state.overlay import combined, effective, fixed, leaves, patched
+
+FILE = {
+    "policies": {"auth": {"use": "none", "with": {"tenant": "x"}}},
+    "classes": {"interactive": {}, "batch": {}},
+    "tenants": [{"id": "search", "weight": 4, "limits": {"concurrent": 8}, "requires": {"region": "eu"}}],
+    "models": [{"name": "m", "source": "model", "pools": [{"name": "p"}]}],
+}
+SETTINGS = Settings.model_validate(FILE)
+SEARCH = SETTINGS.tenants[0]
+
+
+def test_what_the_file_sets_are_its_leaves() -> None:
+    assert dict(leaves(SEARCH)) == {
+        ("weight",): 4.0,
+        ("limits", "concurrent"): 8,
+        ("requires",): {"region": "eu"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("patch", "named"),
+    [
+        ({"weight": 2}, ["weight"]),
+        ({"weight": None}, ["weight"]),
+        ({"limits": {"concurrent": 1, "requests_per_minute": 5}}, ["limits.concurrent"]),
+        ({"limits": {"requests_per_minute": 5}}, []),
+        ({"requires": {"hardware": "gpu"}}, ["requires"]),
+        ({"class": "batch", "privacy": {"allow_external": True}}, []),
+        ({}, []),
+    ],
+    ids=str,
+)
+def test_keys_of_the_file_are_named(patch: dict[str, Any], named: list[str]) -> None:
+    assert fixed(SEARCH, patch) == named
+    assert fixed(None, patch) == []
+
+
+def test_the_file_wins_over_what_is_stored_and_new_tenants_come_after_it() -> None:
+    stored = {
+        "search": {"weight": 9, "class": "batch", "limits": {"concurrent": 1, "requests_per_minute": 5}},
+        "new": {"weight": 2},
+        "assist": {},
+    }
+    settings, problems = combined(SETTINGS, stored)
+    assert problems == []
+    assert [tenant.id for tenant in settings.tenants] == ["search", "assist", "new"]
+    search = settings.tenants[0]
+    assert (search.weight, search.class_) == (4, "batch")
+    assert (search.limits.concurrent, search.limits.requests_per_minute) == (8, 5)
+    assert SETTINGS.tenants[0].class_ == "interactive"
+
+
+def test_a_stored_tenant_that_fits_no_more_is_left_out_and_named() -> None:
+    settings, problems = combined(SETTINGS, {"new": {"class": "gone"}, "odd": {"wieght": 1}})
+    assert [tenant.id for tenant in settings.tenants] == ["search"]
+    assert [problem.split(":")[0] for problem in problems] == ["tenant new", "tenant odd"]
+    assert "known: batch, interactive" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("raw", "param"),
+    [
+        ({"weight": -1}, "weight"),
+        ({"weight": "4"}, "weight"),
+        ({"weight": True}, "weight"),
+        ({"limits": {"concurrent": 0}}, "limits.concurrent"),
+        ({"limits": 5}, "limits"),
+        ({"unknown": 1}, "unknown"),
+        ({"class": "x"}, "class"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_tenant_is_refused_by_name(raw: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        effective("new", None, raw, SETTINGS)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "-a", "a/b", "ä"])
+def test_a_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        effective(name, None, {}, SETTINGS)
+    assert caught.value.param == "id"
+
+
+def test_a_merge_patch_merges_sections_and_null_removes() -> None:
+    old = {"weight": 2, "limits": {"concurrent": 1, "requests_per_minute": 5}, "requires": {"a": "b"}}
+    new = patched(old, {"weight": None, "limits": {"concurrent": None}, "requires": {"c": "d"}})
+    assert new == {"limits": {"requests_per_minute": 5}, "requires": {"c": "d"}}
+    assert old["limits"] == {"concurrent": 1, "requests_per_minute": 5}
+    assert patched({}, {"limits": None}) == {}
