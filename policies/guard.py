@@ -107,11 +107,7 @@ class Guarded:
     def push(self, job: Job, now: float) -> None:
         """As the policy's."""
         self._at(now)
-        try:
-            self._policy.push(job, now)
-        except Exception as error:
-            self._fail("push", error)
-            self._policy.push(job, now)
+        self._done("push", lambda: self._policy.push(job, now))
 
     def pop(self, now: float, fits: Fits) -> Job | None:
         """As the policy's; what it returns is queued and fits."""
@@ -120,7 +116,7 @@ class Guarded:
             job = self._popped(now, fits)
         except Exception as error:
             self._fail("pop", error)
-            job = self._popped(now, fits)
+            job = self._done("pop", lambda: self._popped(now, fits))
         if job is not None and self._previous is not None and self._ends is None:
             self._ends = now + PROBATION_S
         return job
@@ -128,11 +124,7 @@ class Guarded:
     def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:
         """As the policy's."""
         self._at(now)
-        try:
-            self._policy.requeue(job, now, reason)
-        except Exception as error:
-            self._fail("requeue", error)
-            self._policy.requeue(job, now, reason)
+        self._done("requeue", lambda: self._policy.requeue(job, now, reason))
 
     def discard(self, job_id: JobId) -> bool:
         """As the policy's. The queue has let go of the job already: the policy must know it."""
@@ -157,8 +149,8 @@ class Guarded:
             self._policy.charge(job, charge, now, final)
         except Exception as error:
             rolled_back = self._fail("charge", error).rolled_back
-            if not rolled_back:
-                self._policy.charge(job, charge, now, final)
+            if not rolled_back:  # whom it was rolled back to was charged above
+                self._done("charge", lambda: self._policy.charge(job, charge, now, final))
 
     def drain(self) -> list[Job]:
         """As the policy's."""
@@ -224,6 +216,15 @@ class Guarded:
         if self._ends is not None and now >= self._ends:
             self._previous = None
 
+    def _done(self, call: str, work: Callable[[], T]) -> T:
+        """``work``, by whoever takes over where the policy fails: the one before it, and after that the fallback."""
+        for _ in range(2):
+            try:
+                return work()
+            except Exception as error:
+                self._fail(call, error)
+        return work()
+
     def _asked(self, call: str, ask: Callable[[], T], otherwise: T) -> T:
         try:
             return ask()
@@ -269,7 +270,9 @@ class Guarded:
         if previous and self._previous is not None:
             yield self._previous
         name, make = self._fallback
-        yield name, make()
+        with contextlib.suppress(Exception):  # then the failed policy's own error is the one to tell
+            made = make()
+            yield name, made
 
 
 def _takes(policy: SchedulingPolicy, jobs: list[Job], now: float) -> bool:

@@ -4,19 +4,17 @@ Rules
 - The real engine over the real runner, stepped by the caller: a step's time is all of it, planning and bookkeeping too.
 - Steps of many shapes: lone and many decodes, prompts alone and beside decodes, short and long contexts. The first
   round warms up and is not counted.
-- Least squares of the relative error, so that short steps count as much as long ones; no figure is negative. Outliers
-  (another process took the processor) are left out: per shape of step, the median counts.
+- The relative error counts, so that short steps matter as much as long ones, and its sum, not its squares: steps during
+  which another process took the processor pull it nowhere. No figure is negative.
 """
 
 from __future__ import annotations
 
 import platform
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +29,10 @@ NAMES = ("base", "per_decode", "per_prefill_token", "per_context_token")
 BATCHES = (1, 2, 4, 8, 16)
 PROMPTS = (16, 64, 160)
 OUTPUT = 24
-_CONTEXT_BUCKET = 512
-"""Steps whose attended positions differ by less are of one shape."""
+_ROUNDS = 30
+_CLOSE = 1e-3
+"""Errors below it weigh alike."""
+Floats = NDArray[np.float64]
 
 Say = Callable[[str], None]
 
@@ -99,7 +99,7 @@ def calibrate(model: str, *, say: Say = lambda line: None, config: EngineConfig 
     }
 
 
-def measure(loaded: LoadedModel, config: EngineConfig, *, rounds: int = 2) -> list[Sample]:
+def measure(loaded: LoadedModel, config: EngineConfig, *, rounds: int = 3) -> list[Sample]:
     """Run many shapes of steps; the samples of all rounds but the first."""
     from workers.engine.loop import Engine
     from workers.protocol import Generate, SamplingParams
@@ -146,33 +146,15 @@ def _drain(step: Callable[[], bool], runner: Watched) -> list[Sample]:
             return samples
 
 
-def shapes(samples: list[Sample]) -> list[Sample]:
-    """One sample per shape of step, with the median time of its like."""
-    alike: dict[tuple[int, int, int], list[Sample]] = defaultdict(list)
-    for sample in samples:
-        alike[sample.decodes, sample.prefill, sample.attended // _CONTEXT_BUCKET].append(sample)
-    return [
-        Sample(
-            group[0].decodes,
-            group[0].prefill,
-            round(median(sample.attended for sample in group)),
-            median(sample.seconds for sample in group),
-        )
-        for group in alike.values()
-    ]
-
-
 def fit(samples: list[Sample]) -> list[float]:
     """Seconds per step, decode, prompt token and attended position. Raises ValueError without samples."""
     if not samples:
         raise ValueError("no step was timed")
-    typical = shapes(samples)
-    seconds = np.array([sample.seconds for sample in typical])
-    rows = _features(typical) / seconds[:, None]
+    rows = _features(samples) / np.array([sample.seconds for sample in samples])[:, None]
     use = list(range(len(NAMES)))
     found = np.zeros(len(NAMES))
     while use:
-        solution = np.linalg.lstsq(rows[:, use], np.ones(len(typical)), rcond=None)[0]
+        solution = _least_absolute(rows[:, use])
         if (solution >= 0).all():
             found[use] = solution
             break
@@ -182,11 +164,21 @@ def fit(samples: list[Sample]) -> list[float]:
 
 
 def error(samples: list[Sample], found: list[float]) -> float:
-    """Mean relative error over the shapes."""
-    typical = shapes(samples)
-    seconds = np.array([sample.seconds for sample in typical])
-    return float(np.abs(_features(typical) @ np.array(found) / seconds - 1).mean())
+    """The relative error that half of the steps do not exceed."""
+    seconds = np.array([sample.seconds for sample in samples])
+    return float(np.median(np.abs(_features(samples) @ np.array(found) / seconds - 1)))
 
 
-def _features(samples: list[Sample]) -> NDArray[np.float64]:
+def _least_absolute(rows: Floats) -> Floats:
+    """``rows`` · x ≈ 1 with the least sum of absolute errors, by least squares with weights 1 / |error|, repeated."""
+    ones = np.ones(len(rows))
+    weights = ones
+    for _ in range(_ROUNDS):
+        root = np.sqrt(weights)
+        solution = np.linalg.lstsq(rows * root[:, None], root, rcond=None)[0]
+        weights = 1 / np.maximum(np.abs(rows @ solution - 1), _CLOSE)
+    return np.asarray(solution)
+
+
+def _features(samples: list[Sample]) -> Floats:
     return np.array([[1, s.decodes, s.prefill, s.attended] for s in samples], dtype=np.float64)

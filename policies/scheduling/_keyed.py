@@ -10,9 +10,9 @@ Rules
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Hashable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 from policies.scheduling._lines import Ranking
@@ -38,13 +38,26 @@ class KeyedLines(Generic[F]):
 
     def push(self, flow: F, job: Job, key: float) -> bool:
         """True when it becomes the flow's head. Raises ValueError for an id that is already queued."""
+        job_id = job.id
+        if job_id in self._jobs:
+            raise ValueError(f"job {job_id!r} is already queued")
         self._back = order = self._back + 1
-        return self._insert((key, order, job, flow, key))
+        self._jobs[job_id] = entry = (key, order, job, flow, key)
+        heap = self._heaps.get(flow)
+        if heap is None:
+            self._heaps[flow] = [entry]
+            return True
+        heappush(heap, entry)
+        return heap[0] is entry
 
     def push_front(self, flow: F, job: Job, key: float) -> bool:
         """Put before all others of its flow: always its head. Raises ValueError likewise."""
+        if job.id in self._jobs:
+            raise ValueError(f"job {job.id!r} is already queued")
         self._front = order = self._front - 1
-        return self._insert((_FRONT, order, job, flow, key))
+        self._jobs[job.id] = entry = (_FRONT, order, job, flow, key)
+        heappush(self._heaps.setdefault(flow, []), entry)
+        return True
 
     def rekey(self, job_id: JobId, key: float) -> bool:
         """Change the key of a queued job; True when its flow's head or the head's key changed."""
@@ -57,10 +70,10 @@ class KeyedLines(Generic[F]):
         heap = self._heaps[flow]
         was_head = heap[0] is old
         if was_head:
-            heapq.heapreplace(heap, fresh)
+            heapreplace(heap, fresh)
             self._tidy(heap)
         else:
-            heapq.heappush(heap, fresh)
+            heappush(heap, fresh)
             self._outdated()
         return was_head or self._heaps[flow][0] is fresh
 
@@ -79,7 +92,7 @@ class KeyedLines(Generic[F]):
     def advance(self, flow: F) -> tuple[Job, float | None]:
         """``pop``, and the key of the flow's next head; None when that was its last job."""
         heap = self._heaps[flow]
-        job = heapq.heappop(heap)[2]
+        job = heappop(heap)[2]
         del self._jobs[job.id]
         if self._stale:
             self._tidy(heap)
@@ -124,22 +137,10 @@ class KeyedLines(Generic[F]):
     def __iter__(self) -> Iterator[F]:
         return iter(self._heaps)
 
-    def _insert(self, entry: _Entry[F]) -> bool:
-        job_id = entry[2].id
-        if job_id in self._jobs:
-            raise ValueError(f"job {job_id!r} is already queued")
-        self._jobs[job_id] = entry
-        heap = self._heaps.get(entry[3])
-        if heap is None:
-            self._heaps[entry[3]] = [entry]
-            return True
-        heapq.heappush(heap, entry)
-        return heap[0] is entry
-
     def _tidy(self, heap: list[_Entry[F]]) -> None:
         """Take stale entries off the top."""
         while heap and self._jobs.get(heap[0][2].id) is not heap[0]:
-            heapq.heappop(heap)
+            heappop(heap)
             self._stale -= 1
 
     def _outdated(self) -> None:
@@ -148,7 +149,7 @@ class KeyedLines(Generic[F]):
         if self._stale > len(self._jobs) + 64:
             for flow, heap in self._heaps.items():
                 live = [entry for entry in heap if self._jobs.get(entry[2].id) is entry]
-                heapq.heapify(live)
+                heapify(live)
                 self._heaps[flow] = live
             self._stale = 0
 
@@ -173,9 +174,9 @@ class KeyedHeads(Generic[F]):
     def first(self, accept: Callable[[Job], bool]) -> F | None:
         """The first flow whose head is accepted."""
         flow = self._heads.top()
-        if flow is None or accept(self.lines.head(flow)):
-            return flow
         head = self.lines.head
+        if flow is None or accept(head(flow)):
+            return flow
         return self._heads.next(lambda flow: accept(head(flow)))
 
     def pop(self, flow: F) -> Job:

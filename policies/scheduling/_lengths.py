@@ -10,9 +10,10 @@ Rules
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Mapping
+from math import ceil
 from typing import Any, Literal
 
 from pydantic import Field
@@ -40,28 +41,26 @@ class PredictingConfig(TariffConfig):
 
 
 class _Series:
-    """Recent lengths of one tenant and model."""
+    """Recent lengths of one tenant and model, also in order of size."""
 
     __slots__ = ("mean", "ranked", "recent")
 
     def __init__(self, first: int) -> None:
         self.mean = float(first)
-        self.recent = deque((first,), WINDOW)
-        self.ranked: list[int] | None = None
+        self.recent = deque((first,))
+        self.ranked = [first]
 
     def add(self, length: int) -> None:
         self.mean += _ALPHA * (length - self.mean)
-        self.recent.append(length)
-        self.ranked = None
-
-    def quantile(self, part: float) -> int:
-        if self.ranked is None:
-            self.ranked = sorted(self.recent)
-        return self.ranked[int(part * len(self.ranked))]
+        recent, ranked = self.recent, self.ranked
+        if len(recent) == WINDOW:
+            del ranked[bisect_left(ranked, recent.popleft())]
+        recent.append(length)
+        insort(ranked, length)
 
 
 class Lengths:
-    """See the module's rules. O(1) per call; a quantile costs O(``WINDOW``) once per new length."""
+    """See the module's rules. O(1) per call: ``WINDOW`` is a small constant."""
 
     def __init__(self, predict: Predict = "mean", quantile: float = 0.8) -> None:
         self._predict = predict
@@ -73,13 +72,18 @@ class Lengths:
 
     def expect(self, job: Job) -> int:
         """Output tokens that the job is expected to produce."""
-        if self._predict == "none":
-            return 0
-        series = self._series.get((job.tenant, job.model)) if self.learns else None
+        most = job.max_tokens
+        if not self.learns:
+            return 0 if self._predict == "none" else most
+        series = self._series.get((job.tenant, job.model))
         if series is None:
-            return job.max_tokens
-        expected = math.ceil(series.mean) if self._predict == "mean" else series.quantile(self._quantile)
-        return min(job.max_tokens, expected)
+            return most
+        if self._predict == "mean":
+            expected = ceil(series.mean)
+        else:
+            ranked = series.ranked
+            expected = ranked[int(self._quantile * len(ranked))]
+        return expected if expected < most else most
 
     def start(self, job: Job) -> None:
         """It is dispatched (again, perhaps)."""
@@ -99,7 +103,8 @@ class Lengths:
         if final:
             so_far = self._produced.pop(job.id, None)
             if so_far is not None:
-                self._learn(job.tenant, job.model, max(0, so_far + output))
+                length = so_far + output
+                self._learn(job.tenant, job.model, length if length > 0 else 0)
         elif output and job.id in self._produced:
             self._produced[job.id] += output
 

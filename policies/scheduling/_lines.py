@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Generic, TypeVar
 
 from policies.types import Job, JobId, TenantId
@@ -154,12 +154,8 @@ class Ranking(Generic[K]):
         """The first key in order of rank; None when empty."""
         if not self._rank:
             return None
-        entry = self._heap[0]
-        key = entry[2]
-        if self._entry.get(key) is not entry or self._rank[key] != entry[0]:
-            self._settle()
-            key = self._heap[0][2]
-        return key
+        self._settle()
+        return self._heap[0][2]
 
     def first(self, accept: Callable[[K], bool]) -> K | None:
         """The first key in order of rank that ``accept`` takes; None when it takes none. O(k log n) for k asked."""
@@ -168,17 +164,17 @@ class Ranking(Generic[K]):
 
     def next(self, accept: Callable[[K], bool]) -> K | None:
         """Like ``first``, when the top was asked and refused already."""
-        refused = [heapq.heappop(self._heap)]
+        refused = [heappop(self._heap)]
         try:
             while len(refused) < min(len(self._rank), _FEW):
                 self._settle()
                 entry = self._heap[0]
                 if accept(entry[2]):
                     return entry[2]
-                refused.append(heapq.heappop(self._heap))
+                refused.append(heappop(self._heap))
         finally:
             for entry in refused:
-                heapq.heappush(self._heap, entry)
+                heappush(self._heap, entry)
         if len(refused) == len(self._rank):
             return None
         # Perhaps nothing is accepted: then sorting all at once is cheaper than taking one after the other.
@@ -203,21 +199,22 @@ class Ranking(Generic[K]):
     def _push(self, key: K, rank: Any) -> None:
         self._serial += 1
         entry = self._entry[key] = (rank, self._serial, key)
-        heapq.heappush(self._heap, entry)
+        heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entry) + 64:
             self._heap = list(self._entry.values())
-            heapq.heapify(self._heap)
+            heapify(self._heap)
 
     def _settle(self) -> None:
         """Bring a live entry with its true rank to the top."""
-        heap = self._heap
+        heap, entries, ranks = self._heap, self._entry, self._rank
         while heap:
             entry = heap[0]
-            key = entry[2]
-            if self._entry.get(key) is not entry:
-                heapq.heappop(heap)
-            elif self._rank[key] != entry[0]:
-                fresh = self._entry[key] = (self._rank[key], entry[1], key)
-                heapq.heapreplace(heap, fresh)
-            else:
+            rank, serial, key = entry
+            if entries.get(key) is not entry:
+                heappop(heap)
+                continue
+            true = ranks[key]
+            if true == rank:
                 return
+            entries[key] = fresh = (true, serial, key)
+            heapreplace(heap, fresh)

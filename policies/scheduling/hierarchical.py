@@ -10,6 +10,8 @@ Rules
 - Which job of a tenant runs is the inner policy's choice alone. Since the outer policy holds jobs, each queued job has
   a stand-in there; when the inner choice is another job than the stand-in that came up, the two swap theirs. Whatever
   is reported for a job is charged to its stand-in outside and to itself inside.
+- A job reaches its inner policy when that is next asked for anything (``_members.py``): 10,000 jobs that move in a swap
+  cost one push each, not two.
 - Inner policies of tenants without queued or running jobs are dropped when there are many: members of a tenant that was
   idle start anew.
 - Giving up late jobs (``policies.spi.Expiring``) is the inner policy's.
@@ -24,10 +26,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from policies.scheduling._lines import Ranking
+from policies.scheduling._members import Inside, Member, Seat
 from policies.spi import Fits, Json, PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec, SchedulingPolicy
 from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
 
-_set = object.__setattr__
 IDLE_KEPT = 1024
 """Inner policies that are kept before those of idle tenants are looked through."""
 
@@ -50,51 +52,6 @@ class HierarchicalConfig(PolicyConfig):
     """Member → weight within its tenant; 1 for the others."""
 
 
-class _Member(Job):
-    """A job as the inner policy sees it: tenant and weight are its member's, all else is the job's.
-
-    Copying all fields would cost more than a whole inner policy. The few that policies read most are set, the others
-    are looked up in the job when they are asked for.
-    """
-
-    __slots__ = ("_job",)
-
-    def __init__(self, job: Job, tenant: TenantId, weight: float) -> None:
-        _set(self, "tenant", tenant)
-        _set(self, "weight", weight)
-        _set(self, "_job", job)
-        _set(self, "id", job.id)
-        _set(self, "prompt_tokens", job.prompt_tokens)
-        _set(self, "max_tokens", job.max_tokens)
-        _set(self, "model", job.model)
-
-    def __getattr__(self, name: str) -> Any:
-        """Called for fields that are not set here."""
-        return getattr(self._job, name)
-
-
-class _Inside:
-    """A tenant's inner policy and how many of its jobs are here."""
-
-    __slots__ = ("policy", "running")
-
-    def __init__(self, policy: SchedulingPolicy) -> None:
-        self.policy = policy
-        self.running = 0
-
-
-class _Seat:
-    """A job of this policy: itself, as the inner policy sees it, and its stand-in outside."""
-
-    __slots__ = ("inner", "job", "queued", "stand_in")
-
-    def __init__(self, job: Job, inner: Job, stand_in: Job) -> None:
-        self.job = job
-        self.inner = inner
-        self.stand_in = stand_in
-        self.queued = True
-
-
 class HierarchicalScheduler:
     """Costs what its two policies cost together, and one copy of each job."""
 
@@ -109,28 +66,29 @@ class HierarchicalScheduler:
         self._make_inner = make_inner
         self._member = member
         self._weights = weights
-        self._inside: dict[TenantId, _Inside] = {}
-        self._seats: dict[JobId, _Seat] = {}
-        self._sitting: dict[JobId, _Seat] = {}  # by the stand-in's id
+        self._inside: dict[TenantId, Inside] = {}
+        self._seats: dict[JobId, Seat] = {}
+        self._sitting: dict[JobId, Seat] = {}  # by the stand-in's id
         self._late: Ranking[TenantId] = Ranking()
         self._inherited: dict[str, Json] = {}
         self._expires = callable(getattr(make_inner(), "expired", None))
-        self._pick: tuple[_Seat, Job] | None = None
+        self._pick: tuple[Seat, Job] | None = None
 
     def push(self, job: Job, now: float) -> None:
-        """Into both."""
+        """Into both, the inner one when it is next asked."""
         if job.id in self._seats:
             raise ValueError(f"job {job.id!r} is already queued")
         seat = self._seat(job)
-        self._of(job.tenant).policy.push(seat.inner, now)
         self._outer.push(seat.stand_in, now)
+        inside = self._inside.get(job.tenant)
+        (self._of(job.tenant) if inside is None else inside).push(seat, now)
         self._sit(seat)
         if self._expires:
             self._note_late(job.tenant)
 
     def pop(self, now: float, fits: Fits) -> Job | None:
         """The outer policy's tenant, and that tenant's inner choice."""
-        taken: dict[TenantId, _Seat | None] = {}
+        taken: dict[TenantId, Seat | None] = {}
 
         def real(inner: Job) -> bool:
             return fits(self._seats[inner.id].job)
@@ -142,14 +100,14 @@ class HierarchicalScheduler:
                 taken[tenant] = None if inner is None else self._seats[inner.id]
             return taken[tenant] is not None
 
-        chosen: _Seat | None = None
+        chosen: Seat | None = None
         try:
             came_up = self._outer.pop(now, tenant_fits)
             chosen = None if came_up is None else taken.get(came_up.tenant)
         finally:
             for tenant, seat in taken.items():  # of an outer policy that fails, or asks and then takes another tenant
                 if seat is not None and seat is not chosen:
-                    self._inside[tenant].policy.requeue(seat.inner, now, RequeueReason.SWAP)
+                    self._inside[tenant].policy.requeue(self._inner(seat), now, RequeueReason.SWAP)
         if came_up is None or chosen is None:
             return None
         if chosen.stand_in is not came_up:
@@ -173,7 +131,7 @@ class HierarchicalScheduler:
             raise ValueError(f"job {job.id!r} is already queued")
         else:
             inside.running -= 1
-        inside.policy.requeue(seat.inner, now, reason)
+        inside.policy.requeue(self._inner(seat), now, reason)
         self._outer.requeue(seat.stand_in, now, reason)
         seat.queued = True
         if self._expires:
@@ -200,7 +158,7 @@ class HierarchicalScheduler:
             return
         self._outer.charge(seat.stand_in, charge, now, final)
         inside = self._inside[job.tenant]
-        inside.policy.charge(seat.inner, charge, now, final)
+        inside.policy.charge(self._inner(seat), charge, now, final)
         if final and not seat.queued:
             inside.running -= 1
             self._leave(seat)
@@ -229,7 +187,7 @@ class HierarchicalScheduler:
         self._outer.drain()
         jobs: list[Job] = []
         for inside in self._inside.values():
-            jobs.extend(self._seats[inner.id].job for inner in inside.policy.drain())
+            jobs.extend(self._seats[job_id].job for job_id in inside.drain())
         for job in jobs:
             self._leave(self._seats[job.id])
         self._late.clear()
@@ -241,17 +199,20 @@ class HierarchicalScheduler:
         for key in ("prepaid", "prepaid_output"):  # known outside by the stand-ins' ids
             if isinstance(outer.get(key), Mapping):
                 outer[key] = {self._real_id(stand_in): tokens for stand_in, tokens in outer[key].items()}
-        return {**outer, "inner": {str(tenant): inside.policy.dump() for tenant, inside in self._inside.items()}}
+        return {**outer, "inner": {str(tenant): inside.dump() for tenant, inside in self._inside.items()}}
 
     def load(self, state: Json) -> None:
         """Replace both. Raises ValueError when malformed."""
         inner = state.get("inner", {})
         if not isinstance(inner, Mapping) or not all(isinstance(own, Mapping) for own in inner.values()):
             raise ValueError("'inner' must map tenants to their members' state")
+        probe = self._make_inner()
+        for own in inner.values():
+            probe.load(own)  # here, not when a tenant's policy is made: that is in the middle of a dispatch
         self._outer.load({key: value for key, value in state.items() if key != "inner"})
         self._inherited = {str(tenant): dict(own) for tenant, own in inner.items()}
         for tenant, inside in self._inside.items():
-            inside.policy.load(self._inherited.pop(tenant, {}))
+            inside.load(self._inherited.pop(tenant, {}))
 
     def explain(self, job: Job) -> Pick:
         """Why its tenant, and why it within the tenant."""
@@ -259,47 +220,50 @@ class HierarchicalScheduler:
             return Pick("not picked last")
         chosen, came_up = self._pick
         outside = self._outer.explain(came_up)
-        within = self._inside[job.tenant].policy.explain(chosen.inner)
+        within = self._inside[job.tenant].policy.explain(self._inner(chosen))
         why = f"tenant: {outside.picked_because[:95]}; member: {within.picked_because[:85]}"
         return Pick(why, outside.virtual_start)
 
     def __len__(self) -> int:
         return len(self._outer)
 
-    def _of(self, tenant: TenantId) -> _Inside:
+    def _of(self, tenant: TenantId) -> Inside:
         inside = self._inside.get(tenant)
         if inside is None:
             if len(self._inside) >= IDLE_KEPT and len(self._inside) % IDLE_KEPT == 0:
                 self._sweep()
-            inside = self._inside[tenant] = _Inside(self._make_inner())
-            if tenant in self._inherited:
-                inside.policy.load(self._inherited.pop(tenant))
+            state = self._inherited.pop(tenant, None)
+            inside = self._inside[tenant] = Inside(self._make_inner, self._inner, state)
         return inside
 
     def _sweep(self) -> None:
-        self._inside = {
-            tenant: inside for tenant, inside in self._inside.items() if inside.running or len(inside.policy)
-        }
+        self._inside = {tenant: inside for tenant, inside in self._inside.items() if not inside.idle}
 
     def _as_member(self, job: Job) -> Job:
         member = self._member(job)
-        return _Member(job, TenantId(member), self._weights.get(member, 1.0) if self._weights else 1.0)
+        return Member(job, TenantId(member), self._weights.get(member, 1.0) if self._weights else 1.0)
 
-    def _swap_seats(self, one: _Seat, other: _Seat) -> None:
+    def _inner(self, seat: Seat) -> Job:
+        inner = seat.inner
+        if inner is None:
+            inner = seat.inner = self._as_member(seat.job)
+        return inner
+
+    def _swap_seats(self, one: Seat, other: Seat) -> None:
         one.stand_in, other.stand_in = other.stand_in, one.stand_in
         self._sitting[one.stand_in.id] = one
         self._sitting[other.stand_in.id] = other
 
-    def _seat(self, job: Job) -> _Seat:
+    def _seat(self, job: Job) -> Seat:
         stand_in = job
         while stand_in.id in self._sitting:  # an id that was used before may still stand in for a job that runs
             stand_in = replace(stand_in, id=JobId(f"{stand_in.id}'"))
-        return _Seat(job, self._as_member(job), stand_in)
+        return Seat(job, stand_in)
 
-    def _sit(self, seat: _Seat) -> None:
+    def _sit(self, seat: Seat) -> None:
         self._seats[seat.job.id] = self._sitting[seat.stand_in.id] = seat
 
-    def _leave(self, seat: _Seat) -> None:
+    def _leave(self, seat: Seat) -> None:
         del self._seats[seat.job.id]
         del self._sitting[seat.stand_in.id]
 

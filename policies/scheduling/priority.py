@@ -49,22 +49,27 @@ class PriorityConfig(PredictingConfig):
 class _Band(VtcScheduler):
     """The jobs of one priority."""
 
-    def __init__(self, priority: int, tariff: Tariff, lengths: Lengths, paid: Prepaid, floors: Floors[int]) -> None:
-        super().__init__(tariff, lengths, paid=paid)
-        self.priority = priority
-        self.ordinary = False
-        """Whether it is this priority's ordinary turn, not one of its floor."""
-        self._floors = floors
-
-    def _count(self, job: Job, cost: float) -> None:
-        super()._count(job, cost)
-        if self._floors.granted:
-            self._floors.serve(self.priority, cost, ordinary=self.ordinary)
+    ordinary = False
+    """Whether it is this priority's ordinary turn, not one of its floor."""
 
     def relative(self) -> dict[str, float]:
         """Counters above the band's level: those of different bands have nothing else in common."""
         level = self._floor()
         return {str(tenant): counter - level for tenant, counter in self._counters.items()}
+
+
+class _CountedBand(_Band):
+    """One that tells the floors what it is served."""
+
+    def __init__(self, priority: int, tariff: Tariff, lengths: Lengths, paid: Prepaid, floors: Floors[int]) -> None:
+        super().__init__(tariff, lengths, paid=paid)
+        self._priority = priority
+        self._floors = floors
+
+    def _count(self, job: Job, cost: float) -> None:
+        super()._count(job, cost)
+        if self._floors.granted:
+            self._floors.serve(self._priority, cost, ordinary=self.ordinary)
 
 
 class PriorityScheduler:
@@ -78,9 +83,10 @@ class PriorityScheduler:
         self._ageing_s = config.ageing_s
         self._bands: dict[int, _Band] = {}
         self._order: list[int] = []  # negated, so that the highest comes first
-        self._at: dict[JobId, int] = {}
+        self._known: dict[JobId, tuple[int, int, Job]] = {}
+        """Queued and running jobs: (priority, serial number while queued and 0 while running, job)."""
+        self._queued = 0
         self._ages: list[tuple[float, int, JobId]] = []
-        self._aged: dict[JobId, tuple[Job, int]] = {}
         self._serial = 0
         self._floors: Floors[int] = Floors()
         self._granted: set[str] = set()
@@ -89,7 +95,8 @@ class PriorityScheduler:
 
     def push(self, job: Job, now: float) -> None:
         """O(log n)."""
-        if job.id in self._aged:
+        known = self._known.get(job.id)
+        if known is not None and known[1]:
             raise ValueError(f"job {job.id!r} is already queued")
         priority = job.priority
         if self._named:
@@ -114,37 +121,40 @@ class PriorityScheduler:
 
     def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:
         """First of its tenant, in the priority in which it ran."""
-        priority = self._at.get(job.id, job.priority)
+        known = self._known.get(job.id)
+        priority = job.priority if known is None else known[0]
         self._band(priority).requeue(job, now, reason)
         self._enter(job, priority, now)
 
     def discard(self, job_id: JobId) -> bool:
         """O(log n)."""
-        if self._aged.pop(job_id, None) is None:
+        known = self._known.get(job_id)
+        if known is None or not known[1]:
             return False
-        priority = self._at.pop(job_id)
-        self._bands[priority].discard(job_id)
-        self._mark(priority)
+        del self._known[job_id]
+        self._queued -= 1
+        self._bands[known[0]].discard(job_id)
+        self._mark(known[0])
         return True
 
     def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
         """O(1), or O(log tenants) when something is given back."""
-        priority = self._at.get(job.id)
-        if priority is None:  # popped by another policy before a swap
+        known = self._known.get(job.id)
+        if known is None:  # popped by another policy before a swap
             self._grant(job)
-            priority = job.priority
-        band = self._bands.get(priority)
-        (self._band(priority) if band is None else band).charge(job, charge, now, final)
-        if final and job.id not in self._aged:
-            self._at.pop(job.id, None)
+            self._band(job.priority).charge(job, charge, now, final)
+            return
+        self._bands[known[0]].charge(job, charge, now, final)
+        if final and not known[1]:
+            del self._known[job.id]
 
     def drain(self) -> list[Job]:
         """Highest priority first, each in order of arrival."""
         jobs = [job for negated in self._order for job in self._bands[-negated].drain()]
         for job in jobs:
-            del self._at[job.id]
+            del self._known[job.id]
         self._ages.clear()
-        self._aged.clear()
+        self._queued = 0
         for priority in self._bands:
             self._mark(priority)
         return jobs
@@ -200,36 +210,40 @@ class PriorityScheduler:
         return Pick(f"{why}; {pick.picked_because}", pick.virtual_start)
 
     def __len__(self) -> int:
-        return len(self._aged)
+        return self._queued
 
     def _pop(self, priority: int, now: float, fits: Fits, *, due: bool) -> Job | None:
         band = self._bands[priority]
-        band.ordinary = not due
+        if self._named:
+            band.ordinary = not due
         try:
             job = band.pop(now, fits)
         finally:
             band.ordinary = False
         if job is None:
             return None
-        del self._aged[job.id]
-        self._mark(priority)
+        self._known[job.id] = (priority, 0, job)
+        self._queued -= 1
+        if self._named:
+            self._mark(priority)
         self._pick = (job, priority, due)
         return job
 
     def _enter(self, job: Job, priority: int, since: float) -> None:
-        self._at[job.id] = priority
-        self._serial += 1
-        self._aged[job.id] = (job, self._serial)
+        self._serial = serial = self._serial + 1
+        self._known[job.id] = (priority, serial, job)
+        self._queued += 1
         if self._ageing_s is not None:
-            heapq.heappush(self._ages, (since + self._ageing_s, self._serial, job.id))
-            if len(self._ages) > 2 * len(self._aged) + 64:
+            heapq.heappush(self._ages, (since + self._ageing_s, serial, job.id))
+            if len(self._ages) > 2 * self._queued + 64:
                 self._ages = [item for item in self._ages if self._is_live(item)]
                 heapq.heapify(self._ages)
-        self._mark(priority)
+        if self._named:
+            self._mark(priority)
 
     def _is_live(self, item: tuple[float, int, JobId]) -> bool:
-        entry = self._aged.get(item[2])
-        return entry is not None and entry[1] == item[1]
+        known = self._known.get(item[2])
+        return known is not None and known[1] == item[1]
 
     def _promote(self, now: float) -> None:
         while self._ages and self._ages[0][0] <= now:
@@ -237,12 +251,12 @@ class PriorityScheduler:
             if not self._is_live(item) or self._ageing_s is None:
                 continue
             at, serial, job_id = item
-            job, own = self._aged[job_id][0], self._at[job_id]
+            own, _, job = self._known[job_id]
             above = [-negated for negated in self._order if -negated > own]
             if above:
                 self._bands[own].discard(job_id)
                 self._bands[above[-1]].push(job, now)
-                self._at[job_id] = above[-1]
+                self._known[job_id] = (above[-1], serial, job)
                 self._mark(own)
                 self._mark(above[-1])
             # At the top it stays known, once per period: a higher priority may be seen later.
@@ -251,7 +265,11 @@ class PriorityScheduler:
     def _band(self, priority: int) -> _Band:
         band = self._bands.get(priority)
         if band is None:
-            band = _Band(priority, self._tariff, self._lengths, self._paid, self._floors)
+            band = (
+                _CountedBand(priority, self._tariff, self._lengths, self._paid, self._floors)
+                if self._named
+                else _Band(self._tariff, self._lengths, paid=self._paid)
+            )
             self._bands[priority] = band
             insort(self._order, -priority)
             if str(priority) in self._named:

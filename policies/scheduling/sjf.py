@@ -92,11 +92,10 @@ class SjfScheduler:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def _cost(self, job: Job) -> float:
-        return job.prompt_tokens * self._tariff.input_cost + self._lengths.expect(job) * self._tariff.output_cost
-
     def _key(self, job: Job) -> float:
-        return self._cost(job) / job.weight + self._ageing * job.arrived_at
+        tariff = self._tariff
+        cost = job.prompt_tokens * tariff.input_cost + self._lengths.expect(job) * tariff.output_cost
+        return cost / job.weight + self._ageing * job.arrived_at
 
 
 def _make(config: SjfConfig, ctx: PolicyContext) -> SjfScheduler:

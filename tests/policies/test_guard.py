@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,10 +28,10 @@ REGISTRY = Registry.from_manager(make_manager())
 class Line:
     """A queue whose policy is guarded."""
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
+    def __init__(self, policy: SchedulingPolicy, queue: Callable[[SchedulingPolicy], JobQueue] = JobQueue) -> None:
         self.failovers: list[Failover] = []
         guard = self.guarded(policy, "first")
-        self.queue = JobQueue(guard)
+        self.queue = queue(guard)
         guard.arm(self.queue, 0.0)
 
     def guarded(self, policy: SchedulingPolicy, name: str) -> Guarded:
@@ -153,6 +154,38 @@ def test_a_predecessor_that_fails_too_is_passed_over() -> None:
     assert [(f.failed, f.successor, f.rolled_back) for f in line.failovers] == [("second", "fcfs", False)]
 
 
+@pytest.mark.parametrize("call", ["pop", "requeue", "push"])
+def test_a_predecessor_that_takes_the_jobs_and_then_fails_is_passed_over_too(call: str) -> None:
+    line = Line(Faulty())
+    first = line.guard.policy
+    assert isinstance(first, Faulty)
+    line.queue.offer(make_job("x"), 0.0)
+    faulty = Faulty()
+    line.swap(faulty, 0.0)
+    dispatch = line.queue.next(0.0, always) if call == "requeue" else None
+    faulty.way = first.way = f"{call} works and raises" if call == "pop" else f"{call} raises"
+    if call == "requeue":
+        assert dispatch is not None
+        line.queue.requeue(dispatch.job.id, 0.1, RequeueReason.WORKER_LOST)
+    elif call == "push":
+        line.queue.offer(make_job("y"), 0.1)
+    assert line.rest(0.2) == ["x", "y"][: 1 + (call == "push")]
+    assert line.failovers[-1].successor == "fcfs"
+
+
+def test_the_failed_policys_error_is_told_when_no_fallback_can_be_made() -> None:
+    def broken() -> SchedulingPolicy:
+        raise OSError("no fallback today")
+
+    queue = JobQueue(FcfsScheduler())
+    guard = Guarded(Faulty("pop raises"), "bad", fallback=broken)
+    queue.swap(guard, 0.0)
+    guard.arm(queue, 0.0)
+    queue.offer(make_job("x"), 0.0)
+    with pytest.raises(FaultyError):
+        queue.next(0.0, always)
+
+
 def test_a_policy_that_cannot_even_be_swapped_in_is_seen_by_the_swap() -> None:
     line = Line(vtc())
     line.queue.offer(make_job("x"), 0.0)
@@ -180,7 +213,7 @@ class GuardedMachine(QueueMachine):
     @initialize(name=st.sampled_from(["fcfs"]), cap=st.sampled_from([None, 3]))
     def start(self, name: str, cap: int | None) -> None:
         self.cap = cap
-        self.line = Line(Faulty())
+        self.line = Line(Faulty(), lambda policy: self.capped(policy, cap))
         self.queue = self.line.queue
         self.faulty: Any = self.line.guard.policy
 

@@ -55,8 +55,13 @@ class QueueMachine(RuleBasedStateMachine):
         if name not in self.names:
             name = self.names[0]
         self.cap = cap
-        self.queue = JobQueue(
-            self.policy(name),
+        self.queue = self.capped(self.policy(name), cap)
+
+    @staticmethod
+    def capped(policy: Any, cap: int | None) -> JobQueue:
+        """A queue with the caps that ``nothing_is_lost_or_doubled`` holds it to."""
+        return JobQueue(
+            policy,
             max_running_per_tenant=cap,
             max_running_tokens_per_tenant=None if cap is None else 90,
             max_running_per_class={"batch": 2},
