@@ -46,6 +46,8 @@ def asked(prepared: Prepared) -> Ask:
         body["stop"] = list(request.stop)
     if generate.params.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in generate.params.logit_bias.items()}
+    if request.response_format is not None:
+        body["response_format"] = dict(request.response_format.asked)
     chat = isinstance(request, ChatRequest)
     body |= _logprobs(generate.params.logprobs, chat=chat)
     if isinstance(request, ChatRequest):

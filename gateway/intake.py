@@ -15,10 +15,12 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from gateway.choices import ChoiceStream, Decoder
 from gateway.errors import ApiError, bad_request
+from gateway.grammar_check import GrammarCheck, GrammarRefusedError
 from gateway.http.schemas import ChatRequest, CompletionRequest
 from gateway.settings import ServiceClass
 from gateway.tenant_keys import TenantKeys
@@ -94,6 +96,11 @@ class ServedModel(Protocol):
         """Output length when a request names none."""
         ...
 
+    @property
+    def directory(self) -> Path | None:
+        """Where its files are; None for a model that has none here."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -153,14 +160,16 @@ class Prepared:
 class Intake:
     """Makes jobs. One per gateway; ``close`` ends its threads."""
 
-    def __init__(self, secret: bytes, *, threads: int = 2) -> None:
+    def __init__(self, secret: bytes, *, threads: int = 2, grammars: GrammarCheck | None = None) -> None:
         """``secret`` keys the opaque tenant names that workers see."""
         self.tenant_keys = TenantKeys(secret)
+        self._grammars = grammars or GrammarCheck()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
 
-    def close(self) -> None:
-        """End the threads; encodings that run are finished first."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+    async def close(self) -> None:
+        """End the threads and the grammar compilers; encodings that run are finished first."""
+        await self._grammars.close()
+        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
 
     async def prepare(
         self,
@@ -215,6 +224,7 @@ class Intake:
             scope=scope.key,
             tenant_key=self.tenant_keys.key(tenant.id),
             weight=tenant.weight,
+            grammar=await self._grammar(request, model, tenant),
         )
         return Prepared(job, generate, request, tokenizer, limited_by)
 
@@ -240,6 +250,21 @@ class Intake:
         except (ChatTemplateError, EncodeError) as error:
             text = str(error)
             raise bad_request(f"{text[:1].upper()}{text[1:]}.", param=request.content_param) from None
+
+    async def _grammar(self, request: AnyRequest, model: ServedModel, tenant: EffectiveTenant) -> str:
+        """The grammar of the answer, which is known to compile; empty for none. Raises ApiError 400, 503."""
+        constraint = request.constraint()
+        if constraint is None:
+            return ""
+        if model.directory is None:  # upstreams alone run it; they are asked in the caller's words
+            return ""
+        try:
+            await self._grammars.check(constraint.grammar, model.directory, tenant.id)
+        except GrammarRefusedError as error:
+            raise bad_request(
+                f"{constraint.param} cannot be enforced: {error}.", param=constraint.param, code="invalid_grammar"
+            ) from None
+        return constraint.grammar
 
 
 def _reader(request: AnyRequest, tokenizer: TextTokenizer) -> tuple[int, int, Callable[[], list[int]]]:

@@ -213,6 +213,12 @@ def _worker_error(code: str, retry_after_s: float | None) -> ApiError:
             param="messages",
             code="context_length_exceeded",
         )
+    if code == "grammar":
+        return bad_request(
+            "The answer's grammar became too complex on the way, or allowed no token any more. Simplify the schema.",
+            param="response_format",
+            code="invalid_grammar",
+        )
     if code == "bad_request":
         return bad_request("The model's worker refused the request's parameters.")
     if code in REFUSED:

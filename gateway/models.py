@@ -56,6 +56,11 @@ class ModelHandle:
         return self.config.default_max_tokens
 
     @property
+    def directory(self) -> Path | None:
+        """Where its files are; None while they are not there, and for a model that only upstreams run."""
+        return self.files.dir if self.files is not None else None
+
+    @property
     def loaded(self) -> bool:
         """Whether the tokenizer is there."""
         return self._tokenizer is not None

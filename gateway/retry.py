@@ -54,6 +54,7 @@ def fingerprint(tenant: str, model: str, generate: Generate) -> bytes:
         model.encode(),
         msgspec.msgpack.encode(generate.params),
         f"{generate.n} {generate.max_tokens} {generate.adapter!r} {generate.beams!r}".encode(),
+        generate.grammar.encode(),
         array("q", generate.tokens).tobytes(),
     ):
         digest.update(len(part).to_bytes(8, "big"))

@@ -207,7 +207,7 @@ class Gateway:
         await self.parts.pipeline.wait_settled()
         await self.parts.runtime.close()
         await self.parts.registrar.stop()
-        await asyncio.to_thread(self.parts.intake.close)
+        await self.parts.intake.close()
         await asyncio.to_thread(self.parts.telemetry.shutdown)
 
     def workers(self) -> list[dict[str, Any]]:

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 
 from workers import lifeline, log
 from workers.config import MEAN_REQUEST_TOKENS
+from workers.grammar import Vocabulary
+from workers.grammar_desk import GrammarDesk
 from workers.model_store import ModelFiles, resolve
 from workers.options import OptionsError, WorkerOptions, parse
 from workers.station import ServedModel, Station
@@ -184,6 +186,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         device=loaded.device,
         dtype=loaded.dtype,
+        grammars=GrammarDesk(lambda: Vocabulary.load(files.dir, eos=loaded.eos_ids, size=loaded.vocab_size)),
         versions=versions(loaded.attention),
         memory=lambda: held(loaded.device, loaded.weight_bytes, loaded.cache_tokens * loaded.kv_bytes_per_token),
     )

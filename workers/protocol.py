@@ -88,6 +88,9 @@ class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
     """W3C ``traceparent`` / ``tracestate`` of the gateway's chat span."""
     public_prefix_tokens: int = 0
     """How many leading tokens lie in an operator-registered public prefix."""
+    grammar: str = ""
+    """What every choice's text must match, in the Lark dialect of llguidance (``workers/grammar.py``); empty: no rule.
+    The gateway has compiled it already, so that a worker is never the first to meet a wrong one."""
     beams: Beams | None = None
     """Beam search: the ``n`` best answers, best first. They come whole, with their last outputs."""
 
@@ -194,13 +197,15 @@ ERRORS = (
     "internal",
     "draining",
     "bad_request",
+    "grammar",
     # of upstreams only:
     "throttled",
     "unavailable",
     "upstream_failed",
     "upstream_timeout",
 )
-"""``throttled``, ``unavailable``: it answered 429, 503. ``upstream_failed``: it cannot be reached, broke off, or
+"""``grammar``: it does not compile here, became too complex on the way, or allows no token any more. ``throttled``,
+``unavailable``: it answered 429, 503. ``upstream_failed``: it cannot be reached, broke off, or
 answered what makes no sense."""
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from workers.config import EngineConfig
+from workers.engine.constraint import Grammars
 from workers.engine.loop import Engine
 from workers.engine.plan import Runner
 from workers.engine.record import SequenceRecord, StepRecord
@@ -50,6 +51,8 @@ class ServedModel:
     versions: Mapping[str, str] = field(default_factory=dict)
     memory: Callable[[], Mapping[str, int]] = dict
     """Bytes by kind, for the metrics."""
+    grammars: Grammars | None = None
+    """Compiles grammars for its vocabulary; None: requests with one are refused."""
 
 
 class Station:
@@ -80,6 +83,7 @@ class Station:
         self._env = env
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine: Engine | None = None
+        self._grammars: Grammars | None = None
         self._stats = WorkerStats()
         self._metrics: WorkerMetrics | None = None
         self._stop_metrics: Callable[[], None] | None = None
@@ -114,7 +118,9 @@ class Station:
             on_record=self._record,
             on_drained=self._from_engine(self.drained.set),
             on_fatal=lambda error: self._from_engine(self.failed.set)(),
+            grammars=model.grammars,
         )
+        self._grammars = model.grammars
         self._engine.start()
         self._sweeper = asyncio.create_task(self._sweep())
         hello = Hello(
@@ -201,6 +207,8 @@ class Station:
                 self._engine.stop(ENGINE_STOP_S)
             except TimeoutError:
                 log.warning("engine_did_not_stop", after_s=ENGINE_STOP_S)
+        if self._grammars is not None:
+            self._grammars.close()
 
     async def _sweep(self) -> None:
         while True:

@@ -18,12 +18,16 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 
 from gateway.errors import bad_request
+from gateway.grammars import json_text
 from gateway.http import beams, common, unsupported
 from gateway.http.jsonfields import Field, between, checked, read, scrap, split
 from gateway.http.jsonfields import field as spec
+from gateway.http.structure import RESPONSE_FORMAT, JsonFormat, response_format
 from workers.protocol import Beams, SamplingParams
 
 MAX_MESSAGES = 4096
+FEATURES = ("tools", "logprobs", "n", "json_schema")
+"""What a tenant may be refused (``features``)."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -36,6 +40,14 @@ class Message:
 
     role: str
     content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A grammar (``gateway/grammars.py``), and the field that a caller mends when it does not compile."""
+
+    grammar: str
+    param: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +73,22 @@ class Request:
     user: str | None = None
     """A label that the client chose; never an identity."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    response_format: JsonFormat | None = None
+    """The shape of the answer; None = any text."""
+
+    def constraint(self) -> Constraint | None:
+        """What the answer's text must match."""
+        form = self.response_format
+        return None if form is None else Constraint(json_text(form.schema), form.param)
+
+    def features(self) -> frozenset[str]:
+        """Which of ``FEATURES`` it uses, for authorisation."""
+        used = {
+            "json_schema": self.response_format is not None,
+            "logprobs": self.params.logprobs is not None,
+            "n": self.n > 1,
+        }
+        return frozenset(name for name, is_used in used.items() if is_used)
 
     @property
     def lines(self) -> int:
@@ -112,12 +140,22 @@ def _shared(fields: Mapping[str, msgspec.Raw], extra_params: Mapping[str, Any]) 
     shared = common.read_common(fields, extra_params)
     shared["n"] = read(fields, "n", common.N, 1)
     shared["beams"] = beams.beams(fields, shared["n"])
+    shared["response_format"] = response_format(fields)
+    if shared["response_format"] is not None:
+        _refuse_endless(shared["params"], "response_format")
     options = read(fields, "stream_options", common.STREAM_OPTIONS, None)
     if options is not None and not shared["stream"]:
         raise bad_request("stream_options is only allowed with stream: true.", param="stream_options")
     shared["include_usage"] = options is not None and bool(options.include_usage)
     shared["max_tokens"], shared["max_tokens_param"] = _max_tokens(fields)
     return shared
+
+
+def _refuse_endless(params: SamplingParams, param: str) -> None:
+    """A grammar says where its text may end; nothing else may forbid that."""
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(params, name):
+            raise bad_request(f"{name} cannot be combined with {param}: the format decides where its text ends.", name)
 
 
 def _max_tokens(fields: Mapping[str, msgspec.Raw]) -> tuple[int | None, str]:
@@ -134,6 +172,7 @@ def _max_tokens(fields: Mapping[str, msgspec.Raw]) -> tuple[int | None, str]:
 _SHARED: Mapping[str, Field[Any]] = {
     **common.FIELDS,
     **beams.FIELDS,
+    "response_format": RESPONSE_FORMAT,
     "n": common.N,
     "stream_options": common.STREAM_OPTIONS,
     "max_tokens": common.COUNT,

@@ -25,7 +25,7 @@ class Unsupported:
 
 
 _TOOLS = "tool calling is not implemented; describe the tools in a system message instead"
-_GUIDED = "grammar-constrained output is not implemented; ask for the format in the prompt instead"
+_GUIDED = "use 'response_format' with a JSON schema"
 _TEMPLATE = "the chat template is the operator's; a request cannot bring or parametrise one"
 _AUDIO = "only text goes in and out"
 _STOP = "not implemented; use 'stop' with up to four strings instead"
@@ -56,7 +56,6 @@ _BOTH: dict[str, Unsupported] = {
     "prompt_logprobs": Unsupported("log probabilities are given for output tokens only", (0, False)),
     "echo": Unsupported("the prompt is not repeated in the answer", (False,)),
     "add_special_tokens": Unsupported(_PROMPT),
-    "response_format": Unsupported(_GUIDED, ({"type": "text"}, {})),
     "structured_outputs": Unsupported(_GUIDED, ({},)),
     "structural_tag": Unsupported(_GUIDED),
     "guided_json": Unsupported(_GUIDED),

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,13 +45,14 @@ class Model:
     block_size: int = 4
     default_max_tokens: int = 64
     tokenizer: Any = field(default=TOKENIZER)
+    directory: Path | None = None
 
 
 @pytest.fixture
 async def intake() -> AsyncIterator[Intake]:
     made = Intake(b"secret")
     yield made
-    made.close()
+    await made.close()
 
 
 async def prepare(intake: Intake, request: Any, **changes: Any) -> Prepared:
@@ -145,7 +147,7 @@ async def test_the_worker_sees_no_tenant_name(intake: Intake) -> None:
     rival = await prepare(intake, chat(), tenant=replace(ACME, id=TenantId("rival")))
     other_secret = Intake(b"another")
     elsewhere = await prepare(other_secret, chat())
-    other_secret.close()
+    await other_secret.close()
     assert len({key, rival.generate.tenant_key, elsewhere.generate.tenant_key}) == 3
 
 

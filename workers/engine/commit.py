@@ -107,6 +107,10 @@ class Commit:
     def _take(self, sequence: Sequence, sampled: Sampled, now: int) -> SequenceOutput:
         """Append what was sampled, up to the token that ends the sequence."""
         tokens = sampled.tokens
+        if sampled.error is not None:
+            self._dry.pop(sequence, None)
+            self._roster.end(sequence, "error", now, sampled.error)
+            return last_output(sequence, [], [])
         if not tokens:
             return self._none(sequence, now)
         if self._dry:

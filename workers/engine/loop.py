@@ -9,6 +9,8 @@ Rules
   poison the worker twice. ``MAX_FAILURES`` steps failed in a row: the device is lost, ``on_fatal`` is called, the loop
   ends.
 - Every sequence gets its last output exactly once, also when the engine stops.
+- A request with a grammar waits in ``compiling.py`` until it is compiled elsewhere; what its tokens allow next is
+  worked out elsewhere too, while the next step runs (``constraint.py``).
 """
 
 from __future__ import annotations
@@ -20,18 +22,21 @@ from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 
 from workers.config import EngineConfig
+from workers.engine.compiling import Compiling, Pending, Ready
+from workers.engine.constraint import Grammars
 from workers.engine.outputs import last_output
 from workers.engine.plan import Runner, SequenceFault, StepPlan, StepResult
 from workers.engine.planner import Planner
 from workers.engine.purge import PurgeTicket
 from workers.engine.record import SequenceRecord, StepRecord
+from workers.engine.sequence import Sequence
 from workers.protocol import Cancel, Drain, Generate, Purge, Purged, SequenceOutput, StepOutputs
 
 IDLE_REPORT_S = 1.0
 MAX_FAILURES = 3
 _MEMORY_MARKS = ("out of memory", "can't allocate memory", "not enough memory")
 
-Message = Generate | Cancel | Purge | Drain
+Message = Generate | Cancel | Purge | Drain | Ready
 _log = logging.getLogger(__name__)
 
 
@@ -53,6 +58,7 @@ class Engine:
     a purge's cached blocks are zeroed, and again with ``pending`` 0 and the full count when the last one in use was.
     ``on_step(StepRecord)`` and ``on_record(SequenceRecord)``: figures for telemetry. ``on_drained()``: after ``Drain``,
     when the last request has ended. ``on_fatal(error)``: the loop has ended; without it the error ends the thread.
+    ``grammars``: without it, requests with a grammar are refused (``bad_request``).
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Engine:
         on_drained: Callable[[], None] | None = None,
         on_fatal: Callable[[BaseException], None] | None = None,
         max_failures: int = MAX_FAILURES,
+        grammars: Grammars | None = None,
     ) -> None:
         self.planner = Planner(
             config,
@@ -92,6 +99,8 @@ class Engine:
         self._on_drained = on_drained
         self._on_fatal = on_fatal
         self._max_failures = max_failures
+        self._grammars = grammars
+        self._compiling = Compiling()
         self._mail: SimpleQueue[Message | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._news: list[SequenceOutput] = []
@@ -175,12 +184,26 @@ class Engine:
             after = self._clock()
         else:
             self._failures = 0
+            if self._grammars is not None:
+                self._advance(self._grammars, plan)
         self._news.extend(outputs)
         self._step_ms = (after - started) / 1e6
         self._report(plan.step)
         if self._on_step is not None and plan.chunks:
             self._on_step(self._step_record(plan, started, after - before))
         return True
+
+    @staticmethod
+    def _advance(grammars: Grammars, plan: StepPlan) -> None:
+        """Have it worked out what may follow the tokens just booked."""
+        constrained = [
+            sampler
+            for chunk in plan.chunks
+            for sampler in chunk.samplers
+            if sampler.constraint is not None and sampler.finish is None
+        ]
+        if constrained:
+            grammars.advance(constrained)
 
     def _step_record(self, plan: StepPlan, started: int, run_ns: int) -> StepRecord:
         decodes = sum(chunk.is_decode for chunk in plan.chunks)
@@ -228,7 +251,7 @@ class Engine:
             self._on_outputs(StepOutputs(step, news, planner.stats(self._step_ms)))
         if self._purges and not planner.pool.dirty:
             self._complete_purges()
-        if self._draining and not self._drained and not len(planner):
+        if self._draining and not self._drained and not len(planner) and not len(self._compiling):
             self._drained = True
             if self._on_drained is not None:
                 self._on_drained()
@@ -242,7 +265,9 @@ class Engine:
         if isinstance(message, Generate):
             self._generate(message)
         elif isinstance(message, Cancel):
-            self._news.extend(self.planner.cancel(message.id, self._clock(), message.index))
+            self._cancel(message)
+        elif isinstance(message, Ready):
+            self._ready(message)
         elif isinstance(message, Purge):
             self._purge(message)
         elif isinstance(message, Drain):
@@ -251,15 +276,52 @@ class Engine:
             self._stopping = True
 
     def _generate(self, message: Generate) -> None:
-        if message.id in self.planner:
+        if message.id in self.planner or message.id in self._compiling:
             _log.error("a request with an id that is running already was dropped")
             return
         now = self._clock()
-        for sequence in self.planner.add(message, now):
+        if self._draining:
+            self._refuse(Pending(message, now), "draining")
+        elif not message.grammar:
+            self._add(Pending(message, now))
+        elif self._grammars is None:
+            self._refuse(Pending(message, now), "bad_request")
+        else:
+            self._compiling.add(message, now)
+            name, mail = message.id, self._mail
+            self._grammars.compile(message.grammar, message.n, lambda constraints: mail.put(Ready(name, constraints)))
+
+    def _add(self, pending: Pending) -> list[Sequence]:
+        """Give a request to the planner; its sequences, of which those it cannot run are reported already."""
+        sequences = self.planner.add(pending.generate, pending.received_ns)
+        for sequence in sequences:
             if sequence.finish is not None:
                 self._news.append(last_output(sequence, [], []))
-        if self._draining:
-            self._news.extend(self.planner.refuse(message.id, "draining", now))
+        return sequences
+
+    def _refuse(self, pending: Pending, error: str) -> None:
+        self._add(pending)
+        self._news.extend(self.planner.refuse(pending.generate.id, error, self._clock()))
+
+    def _ready(self, message: Ready) -> None:
+        """A grammar was compiled, or was not."""
+        pending = self._compiling.take(message.id)
+        if pending is None:
+            return
+        if message.constraints is None:
+            self._refuse(pending, "grammar")
+            return
+        # Numbers of choices that no engine takes are refused by the planner: then there are none to give them to.
+        for sequence, constraint in zip(self._add(pending), message.constraints, strict=False):
+            sequence.constraint = constraint
+        for cancel in pending.cancels:
+            self._cancel(cancel)
+
+    def _cancel(self, message: Cancel) -> None:
+        pending = self._compiling.cancel(message)
+        if pending is not None:
+            self._add(pending)
+        self._news.extend(self.planner.cancel(message.id, self._clock(), message.index))
 
     def _purge(self, message: Purge) -> None:
         ticket = self.planner.purge(message.scopes)
@@ -283,6 +345,8 @@ class Engine:
     def _close(self) -> None:
         """The last outputs of whatever is unfinished."""
         now = self._clock()
+        for pending in self._compiling.take_all():
+            self._add(pending)
         for request_id in list(self.planner.roster.requests):
             self._news.extend(self.planner.refuse(request_id, "draining", now))
         self._report(self.planner.step + 1)

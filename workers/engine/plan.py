@@ -56,6 +56,8 @@ class Sampled:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     candidates: Items[Candidate] = ()
     """For a beam (``Sequence.search``), instead of tokens: its ``search.candidates`` likeliest, best first."""
+    error: str | None = None
+    """Why this sequence can have no token (a code of ``workers.protocol.ERRORS``): it ends, the others go on."""
 
 
 @dataclass(slots=True)

@@ -62,6 +62,8 @@ class Limits:
         ceiling = self.vocab_size if self.vocab_size is not None else 2**31
         if min(generate.tokens) < 0 or max(generate.tokens) >= ceiling:
             return "bad_request"
+        if generate.grammar and generate.beams is not None:
+            return "bad_request"
         bias = generate.params.logit_bias
         if bias and (min(bias) < 0 or max(bias) >= ceiling):
             return "bad_request"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from workers.engine.beams import BeamSearch
 from workers.engine.block_hash import BlockKey, KeyChain
+from workers.engine.constraint import Constraint
 from workers.engine.record import SequenceRecord
 from workers.protocol import FinishReason, SamplingParams, TokenLogprob
 
@@ -68,6 +69,8 @@ class Sequence:
     first_token_ns: int = 0
     finished_ns: int = 0
 
+    constraint: Constraint | None = None
+    """Which tokens its grammar allows next; None: any. A function of the output, so preemption leaves it alone."""
     chain: KeyChain | None = None
     """Makes ``keys``; None when the prefix cache is off."""
     purged: bool = False

@@ -67,7 +67,7 @@ class LocalLauncher:
                     stderr=asyncio.subprocess.PIPE,
                     start_new_session=True,
                     limit=MAX_LINE,
-                    env={**_harmless({**os.environ, **self._env}), **spec.env},
+                    env={**harmless({**os.environ, **self._env}), **spec.env},
                 )
             except OSError as error:
                 raise LaunchError(f"cannot start {self._command[0]}: {error.strerror}") from error
@@ -185,7 +185,7 @@ class LocalWorker:
                 self._log(self._name, text)
 
 
-def _harmless(env: Mapping[str, str]) -> dict[str, str]:
+def harmless(env: Mapping[str, str]) -> dict[str, str]:
     """The environment without this gateway's own keys (``FOREBAY_JWT_KEY`` …): a worker has no use for them."""
     return {name: value for name, value in env.items() if not _OWN_KEY.fullmatch(name)}
 

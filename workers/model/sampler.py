@@ -1,12 +1,14 @@
 """Logits → tokens, for all samplers of a step at once.
 
-Order per row: penalties, logit bias, min_tokens → (greedy: argmax) → temperature → top_k → top_p over what top_k left
-→ min_p → draw. Log probabilities are those of the model's own distribution, before any of it. Beams
+Order per row: penalties, logit bias, min_tokens, grammar → (greedy: argmax) → temperature → top_k → top_p over what
+top_k left → min_p → draw. Log probabilities are those of the model's own distribution, before any of it. Beams
 tell their likeliest tokens by that distribution (``engine/beams.py`` chooses).
 
 Rules
 - A row's token depends on its logits, its parameters, its seed and its position only: never on the other rows.
 - top_k and top_p cut at a logit, and whatever equals the cut stays: equal logits are never split by an arbitrary order.
+- What a grammar forbids is -inf before anything is drawn. A row whose grammar failed or leaves no token gets none, and
+  the reason; this is the only place that waits for a grammar.
 - NaN counts as -inf, +inf as the largest number; unknown token ids in a bias are skipped.
 """
 
@@ -21,6 +23,7 @@ from torch import Tensor
 from workers.engine.beams import Candidate
 from workers.engine.plan import Sampled, SequenceFault
 from workers.engine.sequence import Sequence
+from workers.model.masks import forbid
 from workers.model.philox import uniforms
 from workers.protocol import TokenLogprob
 
@@ -46,6 +49,7 @@ def sample(logits: Tensor, samplers: list[Sequence]) -> list[Sampled]:
     beams = [row for row, one in enumerate(samplers) if one.search is not None]
     likeliest = _candidates(logits[beams], [samplers[row] for row in beams]) if beams else []
     _adjust(logits, samplers)
+    stuck = forbid(logits, samplers)
     tokens = logits.argmax(dim=-1)
     random = [row for row, one in enumerate(samplers) if one.params.temperature > 0]
     if random:
@@ -60,6 +64,8 @@ def sample(logits: Tensor, samplers: list[Sequence]) -> list[Sampled]:
             results[row].logprobs.append(report)
     for row, candidates in zip(beams, likeliest, strict=True):
         results[row] = Sampled([], candidates=candidates)
+    for row in stuck:
+        results[row] = Sampled([], error="grammar")
     return results
 
 

@@ -345,7 +345,6 @@ ACTIVE: dict[str, Any] = {
     "tool_choice": "required",
     "functions": [{}],
     "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"},
     "best_of": 2,
     "echo": True,
     "suffix": "end",
@@ -392,13 +391,6 @@ def test_template_arguments_are_refused(value: Any) -> None:
     assert refused(chat, chat_template_kwargs=value)["param"] == "chat_template_kwargs"
     loop = "{% for i in range(10**9) %}x{% endfor %}"
     assert refused(chat, chat_template=loop)["param"] == "chat_template"
-
-
-@pytest.mark.parametrize("value", [{"json_object": False}, {"type": "json_schema", "json_schema": {}}, {"type": "x"}])
-def test_schemas_are_refused_before_anything_compiles_them(value: Any) -> None:
-    """security 39: no grammar reaches an engine that has none."""
-    assert refused(chat, response_format=value)["param"] == "response_format"
-    assert refused(chat, guided_json=value)["param"] == "guided_json"
 
 
 # -- what is no request at all -----------------------------------------------------------------------------------------

@@ -25,9 +25,16 @@ class NativeRunner:
             return StepResult([])
         rows, samplers, own = layout(plan, self.cache.block_size)
         logits, best = self.decoder.forward(rows)
-        if -1 not in best and all(map(_greedy, samplers)):
+        choosy = [place for place, one in enumerate(samplers) if best[own[place]] < 0 or not _greedy(one)]
+        if not choosy:
             return StepResult([Sampled([best[row]]) for row in own])
-        return StepResult(sample(logits[torch.tensor(own)] if len(own) != len(logits) else logits, samplers))
+        if len(choosy) == len(samplers):
+            return StepResult(sample(logits[torch.tensor(own)] if len(own) != len(logits) else logits, samplers))
+        chosen = sample(logits[torch.tensor([own[place] for place in choosy])], [samplers[place] for place in choosy])
+        sampled = [Sampled([best[row]]) for row in own]
+        for place, one in zip(choosy, chosen, strict=True):
+            sampled[place] = one
+        return StepResult(sampled)
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Overwrite the keys and values of ``blocks`` with zeros, at once."""
@@ -41,6 +48,7 @@ def _greedy(sequence: Sequence) -> bool:
     return (
         params.temperature == 0
         and sequence.search is None
+        and sequence.constraint is None
         and params.logprobs is None
         and not params.logit_bias
         and params.presence_penalty == 0
