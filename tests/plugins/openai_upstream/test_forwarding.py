@@ -252,3 +252,14 @@ async def test_a_key_that_is_none_stops_the_start(front: Front, wrong: str) -> N
     with pytest.raises(ValueError, match="UPSTREAM_KEY"):
         async with front("http://127.0.0.1:9/v1", api_key_env="UPSTREAM_KEY", env={"UPSTREAM_KEY": wrong}):
             pass
+
+
+async def test_a_response_format_is_handed_on_as_it_was_asked(front: Front) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.whole(stream("{}"))
+
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}, "strict": True}}
+    async with scripted(script) as server, front(server.url) as site:
+        assert (await site.complete(response_format=form)).status_code == 200
+        [request] = server.requests
+        assert request.body["response_format"] == form
