@@ -29,6 +29,7 @@ from gateway.gauge_sources import model_gauges, quota_gauges, worker_gauges
 from gateway.history import History
 from gateway.http.admin import admin_token
 from gateway.intake import Intake
+from gateway.log import LEVEL_ENV
 from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.monitor import LiveMonitor
@@ -128,7 +129,14 @@ def build(
     intake = Intake(secret)
     recent = RecentRequests(metrics.tenant)
     gatekeeper = Gatekeeper(budget_s=settings.timeouts.policy_s, monitor=monitor, clock=time.monotonic)
-    reporter = Reporter(telemetry, metrics, monitor, recent, request_log=_request_log(settings, base_dir))
+    reporter = Reporter(
+        telemetry,
+        metrics,
+        monitor,
+        recent,
+        request_log=_request_log(settings, base_dir),
+        log_ratio=settings.log.sample_ratio,
+    )
     pipeline = Pipeline(
         runtime=runtime,
         tenants=tenants,
@@ -156,6 +164,7 @@ def build(
         intake=intake,
         gatekeeper=gatekeeper,
         pipeline=pipeline,
+        reporter=reporter,
         dispatchers=dispatchers,
         pools=pools,
         metrics=metrics,
@@ -193,7 +202,7 @@ def _pool(
         options=SlotOptions(step_stall_s=settings.timeouts.step_stall_s),
         tokenizer_sha256=lambda: handle.files.tokenizer_sha256 if handle.files is not None else None,
         base_dir=str(base_dir),
-        worker_env=telemetry.worker_environment(),
+        worker_env={LEVEL_ENV: env.get(LEVEL_ENV) or settings.log.level, **telemetry.worker_environment()},
     )
 
 

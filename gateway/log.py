@@ -1,20 +1,22 @@
 """The gateway's log: set-up as in every process, and the one line per request.
 
-The line is written once, at the end, for every request that got past the headers. It holds who, what came of it and how
+The line is written once, at the end, for every request that got past the headers (or the part of them that
+``log.sample_ratio`` says). It holds who, what came of it and how
 long it took; never content, keys or tokens (``workers.log`` states the rules).
 """
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import structlog
 
 from gateway.errors import Outcome
 from policies.types import Usage
-from workers.log import Format, configure, describe, get
+from workers.log import LEVEL_ENV, Format, configure, describe, get
 
-__all__ = ["Format", "RequestSummary", "configure", "describe", "get", "log_request"]
+__all__ = ["LEVEL_ENV", "Format", "RequestSummary", "configure", "describe", "get", "log_request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,15 @@ class RequestSummary:
     preemptions: int = 0
 
 
-def log_request(logger: structlog.stdlib.BoundLogger, summary: RequestSummary) -> None:
-    """Write the line: ``info``, or ``warning`` for outcomes that an operator should look at."""
+def log_request(logger: structlog.stdlib.BoundLogger, summary: RequestSummary, ratio: float = 1.0) -> None:
+    """Write the line: ``info``, or ``warning`` for outcomes that an operator should look at.
+
+    ``ratio``: of the requests that went as they should, so many get a line, which then says so (``sampled``).
+    """
+    failed = summary.outcome == "timeout" or (summary.outcome == "error" and not 400 <= (summary.status or 500) < 500)
+    sampled = ratio < 1.0 and not failed and summary.outcome != "shed"
+    if sampled and random.random() >= ratio:  # noqa: S311 - a sample, not a secret
+        return
     fields = {
         "request_id": summary.request_id,
         "trace_id": summary.trace_id or None,
@@ -68,8 +77,8 @@ def log_request(logger: structlog.stdlib.BoundLogger, summary: RequestSummary) -
         "first_token_ms": _ms(summary.first_token_s),
         "duration_ms": _ms(summary.duration_s),
         "preemptions": summary.preemptions or None,
+        "sampled": ratio if sampled else None,
     }
-    failed = summary.outcome == "timeout" or (summary.outcome == "error" and not 400 <= (summary.status or 500) < 500)
     write = logger.warning if failed else logger.info
     write("request", **{key: value for key, value in fields.items() if value is not None})
 

@@ -15,7 +15,17 @@ from pydantic import BaseModel
 
 from gateway.settings import Settings
 
-RESTART = ("listen", "admin", "state", "plugins", "models", "telemetry", "timeouts.step_stall_s")
+RESTART = (
+    "listen",
+    "admin",
+    "state",
+    "plugins",
+    "models",
+    "telemetry",
+    "timeouts.step_stall_s",
+    "log.level",
+    "log.format",
+)
 
 
 @dataclass(frozen=True, slots=True)

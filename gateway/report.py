@@ -44,12 +44,15 @@ class Reporter:
         clock: Callable[[], float] = time.monotonic,
         *,
         request_log: RequestLog | None = None,
+        log_ratio: float = 1.0,
     ) -> None:
         self._telemetry = telemetry
         self._metrics = metrics
         self._monitor = monitor
         self._recent = recent
         self._request_log = request_log
+        self.log_ratio = log_ratio
+        """Part of the requests that get a log line. May be changed at any time."""
         self._clock = clock
 
     def begin(self, route: str, scope: Scope, generation: int) -> RequestTrace:
@@ -117,7 +120,7 @@ class Reporter:
         summary = self._summary(visit, now, keep)
         self._metrics.request_finished(summary)
         self._recent.add(summary)
-        log.log_request(_log, summary)
+        log.log_request(_log, summary, self.log_ratio)
         if self._request_log is not None:
             self._request_log.write(
                 summary,

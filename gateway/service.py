@@ -31,6 +31,7 @@ from gateway.pipeline import Pipeline
 from gateway.pool import Pool
 from gateway.recent import RecentRequests
 from gateway.reloading import Reloaded, compare, in_force
+from gateway.report import Reporter
 from gateway.runtime import Runtime
 from gateway.settings import PolicyUse, Settings
 from gateway.state.audit import Actor, Event
@@ -62,6 +63,7 @@ class Parts:
     intake: Intake
     gatekeeper: Gatekeeper
     pipeline: Pipeline
+    reporter: Reporter
     dispatchers: Mapping[str, Dispatcher]
     pools: Sequence[Pool]
     metrics: Metrics
@@ -174,6 +176,7 @@ class Gateway:
         self.renew_tenants()
         self.parts.pipeline.retime(settings.timeouts)
         self.parts.pipeline.delivery.streams = settings.streams
+        self.parts.reporter.log_ratio = settings.log.sample_ratio
         self.parts.gatekeeper.budget_s = settings.timeouts.policy_s
         for dispatcher in self.parts.dispatchers.values():
             dispatcher.cap(settings.queue)

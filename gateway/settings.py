@@ -243,6 +243,16 @@ class Telemetry(Section):
         return value
 
 
+class Log(Section):
+    """What is written to standard error, by the gateway and by the workers it starts."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "console"] = "auto"
+    """``auto``: colours on a terminal, else JSON lines."""
+    sample_ratio: float = Field(1.0, ge=0, le=1)
+    """Part of the requests that get a line. One that failed, timed out or was shed always does."""
+
+
 class Settings(Section):
     """The whole file."""
 
@@ -259,6 +269,7 @@ class Settings(Section):
     timeouts: Timeouts = Timeouts()
     streams: Streams = Streams()
     telemetry: Telemetry = Telemetry()
+    log: Log = Log()
 
     @field_validator("tenants")
     @classmethod

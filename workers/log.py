@@ -3,7 +3,7 @@
 Rules
 - Never content, keys or tokens. So the *message* of an exception is not logged, only its type and where it came from:
   a validation or decoding error quotes its input. Our own events carry codes and figures instead.
-- Control characters are escaped in both formats: nobody forges a line or colours the operator's terminal.
+- Control characters are escaped in both formats (``plain.py``): nobody forges a line or colours a terminal.
 - Our packages and libraries log through the same handler, libraries from WARNING up; uvicorn's access log is off (one
   line per request is ours).
 """
@@ -20,7 +20,11 @@ from typing import Any, Literal, TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from workers.plain import escaped
+
 Format = Literal["auto", "json", "console"]
+LEVEL_ENV = "FOREBAY_LOG_LEVEL"
+"""By which a gateway tells its workers its own level; also for a worker started by hand."""
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 _CREDENTIAL = re.compile(
@@ -28,7 +32,6 @@ _CREDENTIAL = re.compile(
     r"|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*"  # a JSON web token
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in a URL
 )
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _OURS = ("forebay", "gateway", "policies", "workers")
 _QUIET = {"uvicorn.access": logging.CRITICAL + 1, "uvicorn.error": logging.WARNING, "urllib3": logging.ERROR}
 
@@ -45,7 +48,7 @@ def configure(
     ``auto`` is console on a terminal, else json. ``service`` is in every line. Raises ValueError for an unknown level.
     """
     stream = stream or sys.stderr
-    threshold = logging.getLevelNamesMapping().get(level.upper())
+    threshold = logging.getLevelNamesMapping().get(level.strip().upper())
     if threshold is None:
         raise ValueError(f"log level {level!r} is unknown; use debug, info, warning or error")
     console = format == "console" or (format == "auto" and stream.isatty())
@@ -159,5 +162,4 @@ def _scrub(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
 
 
 def _clean(text: str) -> str:
-    text = _CREDENTIAL.sub("[redacted]", text)
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+    return escaped(_CREDENTIAL.sub("[redacted]", text))

@@ -58,7 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: WorkerOptions) -> int:
     """Run one worker in this process, on this (the main) thread, until it is told to end. Returns the exit code."""
     lifeline.die_with(options.parent_pid, stdin=options.stdin_lifeline)
-    log.configure("forebay-worker", format="json" if options.stdin_lifeline else "auto")
+    level = os.environ.get(log.LEVEL_ENV) or "info"
+    try:
+        log.configure("forebay-worker", format="json" if options.stdin_lifeline else "auto", level=level)
+    except ValueError as error:
+        sys.stderr.write(f"forebay worker: {log.LEVEL_ENV}: {error}\n")
+        return 2
     _log_uncaught()
     sys.setswitchinterval(SWITCH_S)
     # Read by OpenMP when torch is loaded. Spinning at each barrier, steps took twelve times as long on a busy machine.

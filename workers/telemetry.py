@@ -189,7 +189,7 @@ class SpanSink:
                 self._idle.wait_for(lambda: not self._pending, timeout=min(0.05, max(0.0, deadline - time.monotonic())))
         return not self._pending
 
-    def shutdown(self, timeout_s: float = 3.0) -> None:
+    def shutdown(self, timeout_s: float = 1.0) -> None:
         """Send what is pending for at most ``timeout_s``, then give up; the rest counts as dropped. Idempotent."""
         with self._lock:
             if self._closed:

@@ -181,7 +181,7 @@ def main(argv: Items[str]) -> int:
     echo = Echo(**vars(parser.parse_args(argv)))
     settings = options.parse(["--spec-stdin"])
     lifeline.die_with(settings.parent_pid, stdin=settings.stdin_lifeline)
-    log.configure("forebay-echo", format="json")
+    log.configure("forebay-echo", format="json", level=os.environ.get(log.LEVEL_ENV) or "info")
     return asyncio.run(serve(settings, echo))
 
 

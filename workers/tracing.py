@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from workers.telemetry import SpanSink
 
 SERVICE = "forebay-worker"
+SHUTDOWN_S = 1.0
 HOLD_S = 30.0
 MOST_HELD = 4_096
 MOST_STEPS = 256
@@ -168,7 +169,7 @@ class WorkerTelemetry:
             with self._lock:
                 self._sweep(self._clock())
 
-    def shutdown(self, timeout_s: float = 3.0) -> None:
+    def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
         """Export what was kept, for at most ``timeout_s``; drop the rest."""
         self.settle()
         if self._sink is not None:

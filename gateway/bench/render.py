@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.bench.report import BenchError
+from workers.plain import escaped
 
 PIPE_WIDTH = 140
 Cell = str | int | float | bool | None
@@ -52,7 +53,7 @@ def text(cell: Cell) -> str:
     if isinstance(cell, float):
         size = abs(cell)
         return f"{cell:,.0f}" if size >= 1000 else f"{cell:.1f}" if size >= 100 else f"{cell:.4g}"
-    return cell
+    return escaped(cell)
 
 
 def show(tables: Iterable[Table], width: int | None = None) -> None:

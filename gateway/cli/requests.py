@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.cli.output import UserError, say
+from workers.plain import escaped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,7 +105,7 @@ def _synthesise(rows: Sequence[Row], path: Path, exported: Path | None, config: 
             f"{found.arrivals.spec['kind']} (KS {found.arrivals.ks:.3f})" if found.arrivals else "replayed as recorded"
         )
         say(
-            f"{found.tenant}: {found.count} requests; arrivals {arrivals}, prompt {found.prompt.spec['kind']} "
+            f"{escaped(found.tenant)}: {found.count} requests; arrivals {arrivals}, prompt {found.prompt.spec['kind']} "
             f"(KS {found.prompt.ks:.3f}), output {found.output.spec['kind']} (KS {found.output.ks:.3f})"
         )
 

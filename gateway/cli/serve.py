@@ -33,7 +33,9 @@ def serve(
     dev: Annotated[
         bool, typer.Option("--dev", help="Sign tokens with this machine's development key, made when it is missing.")
     ] = False,
-    log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[
+        str | None, typer.Option("--log-level", help="debug, info, warning or error, instead of the configuration's.")
+    ] = None,
 ) -> None:
     """Start the gateway and its workers.
 
@@ -45,7 +47,10 @@ def serve(
     environment = dict(os.environ)
     if dev:
         _add_dev_key(loaded.settings, environment)
-    code = _run(Start(loaded, environment, ready_file, dev, log_level))
+    from gateway.log import LEVEL_ENV
+
+    level = environment[LEVEL_ENV] = log_level or loaded.settings.log.level  # the workers' too
+    code = _run(Start(loaded, environment, ready_file, dev, level))
     raise typer.Exit(code)
 
 
@@ -93,7 +98,7 @@ def _run(start: Start) -> int:
     from gateway.log import configure
 
     try:
-        configure("gateway", level=start.log_level)
+        configure("gateway", level=start.log_level, format=start.settings.log.format)
     except ValueError as error:
         raise UserError(f"--log-level: {error}", code=2) from None
     settings = start.settings

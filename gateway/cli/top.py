@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gateway.cli.output import UserError
+from workers.plain import escaped
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -86,13 +87,13 @@ def _head(status: dict[str, Any], problem: str) -> Text:
 
     line = Text("Forebay  ", style="bold")
     if problem:
-        return line.append(f"figures are old: {plain(problem)}", "bold red")
+        return line.append(f"figures are old: {escaped(problem)}", "bold red")
     if status["stalled"]:
-        line.append(f"stalled: {plain(', '.join(status['stalled']))}  ", "bold red")
+        line.append(f"stalled: {escaped(', '.join(status['stalled']))}  ", "bold red")
     if status["ready"]:
         line.append("ready", "green")
     else:
-        line.append(f"not ready: {plain('; '.join(status['missing']))}", "yellow")
+        line.append(f"not ready: {escaped('; '.join(status['missing']))}", "yellow")
     return line.append(f"  {status['workers_ready']} of {status['workers']} workers", "dim")
 
 
@@ -142,7 +143,7 @@ def _tenants(overview: dict[str, Any], wide: bool) -> RenderableType:
     for row in overview["tenants"]:
         drawn = bar(row["share"], row["entitled"], length) if row["active"] else Text("")
         style = "" if row["active"] else "dim"
-        table.add_row(Text(plain(row["id"])), drawn, *(show(row) for show in columns.values()), style=style)
+        table.add_row(Text(escaped(row["id"])), drawn, *(show(row) for show in columns.values()), style=style)
     if overview["more_tenants"]:
         table.add_row(Text(f"and {overview['more_tenants']} more", "dim"))
     table.add_row()
@@ -169,7 +170,7 @@ def _workers(workers: list[dict[str, Any]], wide: bool) -> RenderableType:
     for row in workers:
         state = row["state"] + (", set aside" if row["set_aside"] else "") + (", stale" if row["stale"] else "")
         shown = Text(state, "green" if state == "ready" else "yellow")
-        table.add_row(Text(plain(row["name"])), shown, *(show(row) for show in columns.values()))
+        table.add_row(Text(escaped(row["name"])), shown, *(show(row) for show in columns.values()))
     return table
 
 
@@ -201,8 +202,3 @@ def quantiles(value: dict[str, float] | None) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def plain(text: str) -> str:
-    """Without what a terminal would act on."""
-    return "".join(character if character.isprintable() else "�" for character in text)

@@ -1,4 +1,4 @@
-"""A run's figures for people: a table on the terminal."""
+"""A run's figures for people: a table on the terminal. Names may come from recorded traffic: they are only text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gateway.simulate.figures import Figures
+from workers.plain import escaped
 
 _COLUMNS = ("tenant", "weight", "share", "service", "requests", "finished", "shed", "TTFT p50", "TTFT p95", "wait p95")
 WIDTH = 110
@@ -22,7 +24,7 @@ def print_figures(figures: Figures, file: TextIO, *, title: str = "") -> None:
         table.add_column(name, justify="left" if name == "tenant" else "right")
     for tenant, row in data["tenants"].items():
         table.add_row(
-            tenant,
+            Text(escaped(tenant)),
             f"{row['weight']:g}",
             f"{row['share']:.3f}",
             f"{row['service']:,.0f}",
@@ -52,7 +54,7 @@ def print_rows(header: Sequence[str], rows: Sequence[Sequence[str]], file: TextI
     for position, name in enumerate(header):
         table.add_column(name, justify="right" if position else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(escaped(cell)) for cell in row))
     _console(file).print(table)
 
 

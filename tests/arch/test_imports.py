@@ -25,6 +25,7 @@ SERVING_SEES = (
     "workers.engine.block_hash",
     # How every process of ours logs and exports: one implementation, so that both keep the same rules.
     "workers.log",
+    "workers.plain",
     "workers.spans",
     "workers.collector",
     "workers.telemetry",

@@ -93,6 +93,25 @@ class Body(BaseModel):
     max_tokens: int
 
 
+def test_sampled_lines_say_so_and_failures_always_have_one(stream: io.StringIO) -> None:
+    log.configure("gateway", format="json", stream=stream)
+    logger = log.get("request")
+    for number in range(2_000):
+        log_request(logger, summary(request_id=f"r{number}"), 0.1)
+    written = lines(stream)
+    assert 100 < len(written) < 320
+    assert {line["sampled"] for line in written} == {0.1}
+    stream.truncate(0)
+    stream.seek(0)
+    for outcome, status in (("timeout", 504), ("error", 500), ("shed", 429)):
+        log_request(logger, summary(outcome=outcome, status=status), 0.0)
+    log_request(logger, summary(), 0.0)
+    log_request(logger, summary(), 1.0)
+    written = lines(stream)
+    assert [line["outcome"] for line in written] == ["timeout", "error", "shed", "ok"]
+    assert not [line for line in written if "sampled" in line]
+
+
 def test_exceptions_do_not_quote_what_they_were_about(stream: io.StringIO) -> None:
     log.configure("forebay-gateway", format="json", stream=stream)
     try:

@@ -71,7 +71,7 @@ class _Console:
 
     async def _answer(self, request: Request, visitor: Visitor, receive: Receive, send: Send) -> Response | None:
         """The response; None where it was streamed."""
-        path = request.url.path
+        path = request.scope["path"]
         kind, _, name = path.removeprefix(ROOT).strip("/").partition("/")
         if path == LOGIN or path == f"{ROOT}/logout":
             return await self._session(request, visitor)
@@ -146,7 +146,7 @@ class _Console:
         access = self._access
         if not access.wants_token:
             return RedirectResponse(ROOT, 303)
-        if request.method == "GET" and request.url.path == LOGIN:
+        if request.method == "GET" and request.scope["path"] == LOGIN:
             if visitor.signed_in:
                 return RedirectResponse(ROOT, 303)
             response = self._page("login.html", visitor, {"wrong": None})
@@ -157,7 +157,7 @@ class _Console:
             raise _error(405, "This page does not take that method.", "method_not_allowed")
         fields = await _fields(request)
         access.check_csrf(visitor, fields.get("csrf", ""))
-        if request.url.path != LOGIN:
+        if request.scope["path"] != LOGIN:
             access.sign_out(visitor)
             return RedirectResponse(LOGIN, 303)
         host = request.client.host if request.client is not None else ""

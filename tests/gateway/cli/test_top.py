@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gateway.cli.top import BAR, bar, plain, quantiles, screen
+from gateway.cli.top import BAR, bar, quantiles, screen
 from tests.arch.source import ROOT
 from tests.gateway.conftest import Start
 from tests.gateway.harness import pool, tickets, until
+from workers.plain import escaped
 from workers.testing import Echo
 
 
@@ -43,7 +44,7 @@ async def test_one_look_at_a_gateway(start: Start) -> None:
         await until(lambda: any(ticket.first_token_at for ticket in tickets(site)), "it runs")
         code, out, err = await forebay_top("--once", "--url", site.admin_url, FOREBAY_ADMIN_TOKEN="t")
         assert (code, err) == (0, "")
-        for word in ("ready", "2 of 2 workers", "alpha", "beta", "evil�[2J�[red]model", "echo/local-0", "1/8"):
+        for word in ("ready", "2 of 2 workers", "alpha", "beta", "evil\\x1b[2J\\x07[red]model", "echo/local-0", "1/8"):
             assert word in out
         assert "\x1b" not in out
         code, out, err = await forebay_top("--once", "--url", site.admin_url, FOREBAY_ADMIN_TOKEN="wrong")
@@ -134,4 +135,4 @@ def test_the_bar_fills_and_marks() -> None:
     assert bar(0.0, 0.0).plain == "│" + "·" * (BAR - 1)
     assert len(bar(1.7, 2.0).plain) == BAR
     assert quantiles(None) == "–"
-    assert plain("a\x00\x1b\u202eb") == "a���b"
+    assert escaped("a\x00\x1b\u202eb") == "a\\x00\\x1b\\u202eb"
