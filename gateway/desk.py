@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gateway import log
 from gateway import trace_attributes as attributes
+from gateway.collection import without_collection
 from gateway.errors import ApiError
 from gateway.flights import Flight, Flights
 from gateway.models import ModelHandle
@@ -81,7 +81,7 @@ class Desk:
     def swap(self, policy: SchedulingPolicy, name: str, *, carry_state: bool, probation: bool) -> SchedulingPolicy:
         """Replace the scheduling policy, keeping every queued job; returns the old one. A failure changes nothing."""
         now, old, guard = self.clock(), self.guard, self._guarded(policy, name)
-        with _no_collection():
+        with without_collection():
             self.queue.swap(guard, now, carry_state=carry_state)
         old.policy = unshadowed(old.policy)
         guard.arm(self.queue, now, old if probation else None)
@@ -244,15 +244,3 @@ def try_send(handle: WorkerHandle, message: Down) -> None:
         handle.send(message)
     except WorkerGoneError:
         return
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without garbage collection: moving 10,000 jobs sets off full collections, which double the time it takes."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -140,7 +140,7 @@ class JobQueue:
         used = entry.usage
         self._running[job.id] = InFlight(job, entry.order, waited, entry.attempt, used.prompt, used.cached, used.output)
         self._caps.add(job)
-        behind = self._book.since(entry.epoch, MAX_BEHIND)
+        behind = self._book.since(entry.epoch, MAX_BEHIND) if waited else ()
         return Dispatch(job, pick, waited, behind, entry.attempt)
 
     def charge(self, job_id: JobId, charge: Charge, now: float) -> None:

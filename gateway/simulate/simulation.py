@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gateway.collection import without_collection
 from gateway.simulate.clock import PS_PER_S, Clock
 from gateway.simulate.front import Front
 from gateway.simulate.ledger import Ledger
@@ -174,7 +175,8 @@ class Simulation:
 
 def simulate(loaded: LoadedScenario, *, coalesce: bool = True, observer: Observer | None = None) -> Run:
     """Run one scenario. Raises ConfigErrors, TrafficLogError, PolicyConfigError, NotSimulable."""
-    return Simulation(loaded, coalesce=coalesce, observer=observer).run()
+    with without_collection():
+        return Simulation(loaded, coalesce=coalesce, observer=observer).run()
 
 
 def _scopes(loaded: LoadedScenario) -> list[CacheScope]:
