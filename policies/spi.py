@@ -23,9 +23,11 @@ from policies.types import (
     JobEvent,
     JobId,
     LimitState,
+    LimitStatus,
     Pick,
     Principal,
     QueueSnapshot,
+    QuotaAccount,
     QuotaDecision,
     RequeueReason,
     RouteDecision,
@@ -153,6 +155,28 @@ class Durable(Protocol):
 
     def writable(self) -> bool:
         """Whether that works now; false is an alert (``forebay_ledger_writable``). No I/O: what the last write said."""
+        ...
+
+
+@runtime_checkable
+class QuotaAccounts(Protocol):
+    """Optional for a quota policy with limits at several levels. Sync, no I/O."""
+
+    def tightest(self, accounts: tuple[QuotaAccount, ...], now: float) -> Mapping[str, LimitState]:
+        """As ``QuotaDecision.remaining``, without a reservation."""
+        ...
+
+    def status(self, accounts: tuple[QuotaAccount, ...], now: float) -> list[LimitStatus]:
+        """Every limit of these accounts, with what is left."""
+        ...
+
+
+@runtime_checkable
+class QueueAware(Protocol):
+    """Optional for a quota policy that limits how many jobs wait."""
+
+    def started(self, job_id: JobId) -> None:
+        """The job left the queue for a worker. At once, no I/O; may come again after a worker was lost."""
         ...
 
 
@@ -343,6 +367,8 @@ __all__ = [
     "PolicyContext",
     "PolicySpec",
     "PolicyUnavailableError",
+    "QueueAware",
+    "QuotaAccounts",
     "QuotaPolicy",
     "QuotaView",
     "RoutingPolicy",

@@ -61,13 +61,65 @@ class CacheScope:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """A tenant's limits; None means unlimited. ``concurrent`` counts queued and running requests."""
+    """Limits of one account (an organisation, a tenant, a user, a key); None means unlimited.
+
+    Rates refill continuously and hold one window's worth. ``tokens`` are prompt and output together.
+    """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent: int | None = None
+    """Requests queued and running."""
     max_output_tokens: int | None = None
+    """Of one request; the gateway sees to it, like to ``max_context_tokens``."""
     max_context_tokens: int | None = None
+    requests_per_hour: int | None = None
+    requests_per_day: int | None = None
+    tokens_per_hour: int | None = None
+    tokens_per_day: int | None = None
+    input_tokens_per_minute: int | None = None
+    input_tokens_per_hour: int | None = None
+    input_tokens_per_day: int | None = None
+    output_tokens_per_minute: int | None = None
+    output_tokens_per_hour: int | None = None
+    output_tokens_per_day: int | None = None
+    queued: int | None = None
+    """Requests that wait for a worker."""
+    kv_tokens: int | None = None
+    """Tokens of cache that its requests may come to need at once: prompt + max output of all that are open."""
+    tokens_per_month: int | None = None
+    """Budget of a calendar month (UTC)."""
+    currency_per_month: int | None = None
+    """Budget of a calendar month (UTC), in billionths of the currency."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrice:
+    """What a model's tokens cost, in billionths of the currency per token (a price per million tokens · 1000)."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+
+    def cost(self, usage: Charge) -> int:
+        """Billionths of the currency."""
+        return usage.prompt * self.input + usage.cached * self.cached + usage.output * self.output
+
+    def most(self, prompt_tokens: int, max_tokens: int) -> int:
+        """The most that a request can cost: whatever part of its prompt is cached."""
+        return prompt_tokens * max(self.input, self.cached) + max_tokens * self.output
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaAccount:
+    """One of the accounts that a job counts against. ``level``, ``tenant`` and ``name`` together are its identity."""
+
+    level: str
+    """``organisation``, ``tenant``, ``user`` or ``key``."""
+    tenant: str
+    """Whose user or key it is; the tenant itself; empty for an organisation."""
+    name: str
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +151,13 @@ class Job:
     prefix_keys: tuple[PrefixKey, ...] = ()
     """Chain keys of the prompt's full blocks, first to last, for locality and affinity."""
     limits: Limits = field(default_factory=Limits)
+    """The tenant's own."""
+    accounts: tuple[QuotaAccount, ...] = ()
+    """Every account it counts against, the tenant's included; empty: the tenant's alone, with ``limits``."""
+    price: TokenPrice | None = None
+    organisation: str | None = None
+    cost_centre: str | None = None
+    """Who pays, for reports."""
 
     @property
     def total_tokens(self) -> int:
@@ -146,6 +205,20 @@ class LimitState:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitStatus:
+    """One limit of one account, with what is left of it."""
+
+    level: str
+    name: str
+    limit: str
+    """``tokens_per_minute`` …; a currency is in billionths."""
+    maximum: int
+    remaining: int
+    reset_s: float | None
+    """Seconds until nothing of it is used, if nothing more is; None where that depends on running requests."""
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaDecision:
     """Answer of ``QuotaPolicy.reserve``. A refusal has taken nothing from any limit."""
 
@@ -158,9 +231,11 @@ class QuotaDecision:
     never: bool = False
     """True when it could not pass even with an idle, full quota: the caller gets 400, not an eternal 429."""
     remaining: Mapping[str, LimitState] = field(default_factory=dict)
-    """Keys ``requests`` and ``tokens``, as in the headers."""
+    """Keys ``requests`` and ``tokens``, as in the headers: of all limits the one with the least left."""
     message: str | None = None
     """For the caller, with ``never``: which limit, by how much, and what would pass."""
+    level: str | None = None
+    """Whose limit that is: ``organisation``, ``tenant``, ``user`` or ``key``; None: the tenant's."""
 
 
 class RequeueReason(StrEnum):

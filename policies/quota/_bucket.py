@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.types import LimitState
-
-WINDOW_S = 60.0
-"""Limits are per minute: an empty bucket is full again after one."""
 PAD_S = 0.001
 """Added to computed waits, so that rounding never makes a caller who waited come a hair too early."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """``limit`` units per minute, with a burst of one minute's worth. Starts full."""
+    """``limit`` units per ``window_s`` seconds, with a burst of one window's worth. Starts full."""
 
     limit: int
     level: float
     at: float
+    window_s: float = 60.0
 
     @classmethod
-    def full(cls, limit: int, now: float) -> Bucket:
+    def full(cls, limit: int, now: float, window_s: float = 60.0) -> Bucket:
         """A new one."""
-        return cls(limit, float(limit), now)
+        return cls(limit, float(limit), now, window_s)
 
     def refill(self, now: float) -> None:
         """Bring the level up to date."""
         passed = now - self.at
         if passed > 0:
-            self.level = min(float(self.limit), self.level + passed * self.limit / WINDOW_S)
+            self.level = min(float(self.limit), self.level + passed * self.limit / self.window_s)
             self.at = now
 
     def adopt(self, limit: int, now: float) -> None:
@@ -42,7 +39,7 @@ class Bucket:
     def wait(self, cost: float) -> float:
         """Seconds until ``cost`` can be taken, 0 when it can be now. The level must be up to date."""
         missing = cost - self.level
-        return missing * WINDOW_S / self.limit + PAD_S if missing > 0 else 0.0
+        return missing * self.window_s / self.limit + PAD_S if missing > 0 else 0.0
 
     def take(self, cost: float) -> None:
         """Take; a negative cost gives back, never above the capacity. The level must be up to date."""
@@ -53,6 +50,12 @@ class Bucket:
         self.refill(now)
         return self.level >= self.limit
 
-    def state(self) -> LimitState:
-        """For headers: whole units left and seconds until it is full."""
-        return LimitState(self.limit, max(0, int(self.level)), (self.limit - self.level) * WINDOW_S / self.limit)
+    @property
+    def left(self) -> int:
+        """Whole units left."""
+        return max(0, int(self.level))
+
+    @property
+    def reset_s(self) -> float:
+        """Seconds until it is full."""
+        return (self.limit - self.level) * self.window_s / self.limit
