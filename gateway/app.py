@@ -67,7 +67,7 @@ def _for_tenant(gateway: Gateway, answer: Answer) -> Callable[[Request], Awaitab
         policies = parts.runtime.current
         principal = await parts.gatekeeper.authenticate(request.scope, policies)
         tenant = parts.tenants.get(principal.tenant)
-        headers = rate_headers(tenant, None, policies.quota, time.monotonic())
+        headers = rate_headers(tenant, principal, None, policies.quota, time.monotonic())
         try:
             response = answer(request, tenant)
         except ApiError as error:

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from gateway import yaml_source
-from gateway.settings import Settings, SettingsError
+from gateway.settings import Settings
+from gateway.settings_base import SettingsError
 from gateway.yaml_source import Mistake, Source
 from policies.registry import Registry
 from policies.spi import KINDS, PolicyConfigError

@@ -87,12 +87,12 @@ def not_admitted(job: Job, decision: AdmissionDecision, dispatcher: Dispatcher) 
 
 def over_quota(decision: QuotaDecision) -> ApiError:
     """429 that passes later, or 400 for a request that never will."""
-    limit = decision.limit or "quota"
+    limit, level = decision.limit or "quota", decision.level or "tenant"
     if decision.never:
         text = decision.message or f"It costs {decision.cost}, which is more than the whole limit {limit}."
-        return bad_request(f"The request can never pass your tenant's limits. {text}", code=f"{limit}_exceeded")
+        return bad_request(f"The request can never pass your {level}'s limits. {text}", code=f"{limit}_exceeded")
     return throttled(
-        f"Your tenant's limit {limit} is reached. Retry after the time in Retry-After.", limit, decision.retry_after_s
+        f"Your {level}'s limit {limit} is reached. Retry after the time in Retry-After.", limit, decision.retry_after_s
     )
 
 

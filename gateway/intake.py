@@ -25,6 +25,7 @@ from gateway.http.schemas import ChatRequest, CompletionRequest
 from gateway.settings import ServiceClass
 from gateway.tenant_keys import TenantKeys
 from gateway.tenants import EffectiveTenant
+from policies.quota.limits import most_output
 from policies.types import CacheScope, Job, JobId, PrefixKey, Principal
 from workers.engine.block_hash import chain_keys
 from workers.protocol import Generate
@@ -191,7 +192,9 @@ class Intake:
         context = _Context.of(model, tenant)
         tokens, keys = await self._encoded(request, tokenizer, model, scope, context)
         _check_logit_bias(request, tokenizer.vocab_size)
-        max_tokens, limited_by = _output_budget(request, len(tokens), context, tenant, model)
+        accounts, price = tenant.accounts(principal), tenant.prices.get(model.name)
+        room = most_output(accounts, len(tokens), price)
+        max_tokens, limited_by = _output_budget(request, len(tokens), context, tenant, model, room)
         _check_min_tokens(request, max_tokens)
         name, service_class = _service_class(tenant, headers or {})
         job = Job(
@@ -213,6 +216,10 @@ class Intake:
             cache_scope=scope,
             prefix_keys=keys,
             limits=tenant.limits,
+            accounts=accounts,
+            price=price,
+            organisation=tenant.organisation.name if tenant.organisation is not None else None,
+            cost_centre=tenant.cost_centre,
         )
         generate = Generate(
             id=job_id,
@@ -345,9 +352,17 @@ def _check_min_tokens(request: AnyRequest, max_tokens: int) -> None:
 
 
 def _output_budget(
-    request: AnyRequest, prompt: int, context: _Context, tenant: EffectiveTenant, model: ServedModel
+    request: AnyRequest,
+    prompt: int,
+    context: _Context,
+    tenant: EffectiveTenant,
+    model: ServedModel,
+    room: tuple[int, str] | None,
 ) -> tuple[int, str | None]:
-    """Output tokens per choice, and the limit that made an omitted ``max_tokens`` smaller than the default."""
+    """Output tokens per choice, and the limit that made an omitted ``max_tokens`` smaller than the default.
+
+    ``room``: what the quota's limits let pass at most, over all choices, and which of them that is.
+    """
     if prompt >= context.tokens:
         raise context.refuse(prompt, request.max_tokens or 1, request.content_param)
     most = tenant.limits.max_output_tokens
@@ -368,9 +383,9 @@ def _output_budget(
     allowed = {"context": context.tokens - prompt}
     if most is not None:
         allowed["max_output_tokens"] = most // lines
-    if tenant.limits.tokens_per_minute is not None:
+    if room is not None:
         # A prompt that leaves nothing is the quota policy's to refuse: it knows whether the limit is in force.
-        allowed["tokens_per_minute"] = max(1, (tenant.limits.tokens_per_minute - prompt) // lines)
+        allowed[room[1]] = max(1, room[0] // lines)
     limit = min(allowed, key=lambda name: allowed[name])
     if allowed[limit] < model.default_max_tokens:
         return allowed[limit], limit

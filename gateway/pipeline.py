@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import cast
 
 from starlette.requests import ClientDisconnect
@@ -45,7 +46,8 @@ from gateway.settings import Timeouts
 from gateway.tenants import Tenants
 from gateway.ticket import Ticket
 from gateway.visit import Endpoint, Reply, Visit
-from policies.types import Principal, QuotaDecision, Transition, Usage
+from policies.spi import QuotaPolicy
+from policies.types import JobId, Principal, QuotaDecision, Transition, Usage
 
 _log = log.get("pipeline")
 
@@ -177,6 +179,7 @@ class Pipeline:
         visit.decision = await self._reserved(visit, prepared)
         dispatcher = self._dispatchers[prepared.job.model]
         ticket = visit.ticket = dispatcher.submit(prepared, stream=request.stream, trace=visit.trace)
+        ticket.on_dispatched = partial(self._started, visit.policies.quota, prepared.job.id)
         answer = visit.format = self._format(visit, ticket)
         await self.delivery.first_output(visit, ticket, self._timeouts.first_token_s)
         deliver = self.delivery.stream if request.stream else self.delivery.whole
@@ -233,6 +236,14 @@ class Pipeline:
                 raise over_quota(decision)
         self._monitor.event(prepared.job, Transition.ADMITTED, self._clock())
         return decision
+
+    def _started(self, quota: QuotaPolicy, job_id: JobId) -> None:
+        """It no longer counts as queued. What a policy makes of that is its own affair."""
+        try:
+            self._runtime.started(quota, job_id)
+        except Exception as error:
+            self._monitor.fault("quota")
+            _log.error("policy_failed", kind="quota", failure=log.describe(error))
 
     # -- how it ends ----------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from policies.spi import (
     Kind,
     Lifecycle,
     PolicyContext,
+    QueueAware,
     QuotaPolicy,
     RoutingPolicy,
     SchedulingPolicy,
@@ -270,6 +271,12 @@ class Runtime:
             live = self.current.quota
             if live is not quota:
                 await live.settle(job_id, usage, now)
+
+    def started(self, quota: QuotaPolicy, job_id: JobId) -> None:
+        """A job left the queue: tell the quota policy it began with, and the live one. Raises what they raise."""
+        for policy in {id(policy): unwrap(policy) for policy in (quota, self.current.quota)}.values():
+            if isinstance(policy, QueueAware):
+                policy.started(job_id)
 
     def _take_over(
         self, changes: Mapping[Kind, PolicyUse], new: Mapping[Kind, Any], schedulers: Mapping[str, SchedulingPolicy]

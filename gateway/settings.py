@@ -6,29 +6,15 @@ Unknown keys are errors everywhere; every model is frozen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from policies.strict import StrictScalars
-from policies.types import Limits
+from gateway.settings_base import Mistake, Path, Section, refuse
+from gateway.settings_quota import KeyLimits, LimitsConfig, Organisation, Prices, SharedLimits, unknown_models
 from workers import collector
 from workers.config import EngineConfig
-
-
-class SettingsError(ValueError):
-    """Mistakes that only show when several keys are read together; each has its path below the validated section."""
-
-    def __init__(self, mistakes: list[tuple[tuple[str | int, ...], str]]) -> None:
-        super().__init__("; ".join(f"{'.'.join(map(str, path))}: {message}" for path, message in mistakes))
-        self.mistakes = mistakes
-
-
-class Section(StrictScalars):
-    """Base of every section: unknown keys are errors, instances are frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True)
 
 
 class Listen(Section):
@@ -106,7 +92,7 @@ class Queue(Section):
     @field_validator("max_running_per_class")
     @classmethod
     def _at_least_one(cls, caps: dict[str, int]) -> dict[str, int]:
-        _raise(((name,), f"must be at least 1, got {cap}") for name, cap in caps.items() if cap < 1)
+        refuse(((name,), f"must be at least 1, got {cap}") for name, cap in caps.items() if cap < 1)
         return caps
 
 
@@ -116,20 +102,6 @@ class ServiceClass(Section):
     priority: int = 0
     max_wait_s: float = Field(60.0, gt=0)
     slo: Slo = Slo()
-
-
-class LimitsConfig(Section):
-    """A tenant's limits; an omitted one is unlimited."""
-
-    requests_per_minute: int | None = Field(None, ge=1)
-    tokens_per_minute: int | None = Field(None, ge=1)
-    concurrent: int | None = Field(None, ge=1)
-    max_output_tokens: int | None = Field(None, ge=1)
-    max_context_tokens: int | None = Field(None, ge=1)
-
-    def to_limits(self) -> Limits:
-        """The same values in the shape policies see."""
-        return Limits(**self.model_dump())
 
 
 class Privacy(Section):
@@ -146,6 +118,14 @@ class TenantDefaults(Section):
     class_: str = Field("interactive", alias="class")
     models: tuple[str, ...] = ("*",)
     limits: LimitsConfig = LimitsConfig()
+    user_limits: SharedLimits = SharedLimits()
+    """Limits of each of its users."""
+    key_limits: KeyLimits = KeyLimits()
+    """Limits of each of its credentials."""
+    organisation: str | None = None
+    """Which one it belongs to, and whose limits it shares."""
+    cost_centre: str | None = Field(None, min_length=1, max_length=128)
+    """Who pays, for reports."""
     requires: dict[str, str] = Field(default_factory=dict)
     privacy: Privacy = Privacy()
     sample_ratio: float | None = Field(None, ge=0, le=1)
@@ -263,9 +243,11 @@ class Settings(Section):
     policies: Policies
     queue: Queue = Queue()
     classes: dict[str, ServiceClass] = Field(default_factory=lambda: {"interactive": ServiceClass(priority=1)})
+    organisations: tuple[Organisation, ...] = ()
     tenants: tuple[Tenant, ...] = ()
     tenant_defaults: TenantDefaults | None = None
     models: tuple[Model, ...] = Field(min_length=1)
+    prices: Prices = Prices()
     timeouts: Timeouts = Timeouts()
     streams: Streams = Streams()
     telemetry: Telemetry = Telemetry()
@@ -274,8 +256,14 @@ class Settings(Section):
     @field_validator("tenants")
     @classmethod
     def _unique_tenants(cls, tenants: tuple[Tenant, ...]) -> tuple[Tenant, ...]:
-        _raise(_duplicates([tenant.id for tenant in tenants], "id", "tenant id"))
+        refuse(_duplicates([tenant.id for tenant in tenants], "id", "tenant id"))
         return tenants
+
+    @field_validator("organisations")
+    @classmethod
+    def _unique_organisations(cls, organisations: tuple[Organisation, ...]) -> tuple[Organisation, ...]:
+        refuse(_duplicates([organisation.id for organisation in organisations], "id", "organisation id"))
+        return organisations
 
     @field_validator("models")
     @classmethod
@@ -284,7 +272,7 @@ class Settings(Section):
         for i, model in enumerate(models):
             pools = _duplicates([pool.name for pool in model.pools], "name", "pool name")
             mistakes.extend(((i, "pools", *path), message) for path, message in pools)
-        _raise(mistakes)
+        refuse(mistakes)
         return models
 
     @model_validator(mode="after")
@@ -303,14 +291,23 @@ class Settings(Section):
         for path, name in users:
             if name not in self.classes:
                 mistakes.append((path, f"unknown class {name!r} (known: {', '.join(sorted(self.classes)) or 'none'})"))
+        mistakes.extend(self._organisations())
+        mistakes.extend(unknown_models(self.prices, frozenset(model.name for model in self.models)))
         if self.listen.port == self.admin.port != 0 and self.listen.host == self.admin.host:
             mistakes.append((("admin", "port"), f"{self.admin.port} is the public port; the admin API needs its own"))
-        _raise(mistakes)
+        refuse(mistakes)
         return self
 
-
-Path = tuple[str | int, ...]
-Mistake = tuple[Path, str]
+    def _organisations(self) -> Iterator[Mistake]:
+        known = {organisation.id for organisation in self.organisations}
+        users: list[tuple[Path, TenantDefaults]] = [(("tenants", i), tenant) for i, tenant in enumerate(self.tenants)]
+        if self.tenant_defaults is not None:
+            users.append((("tenant_defaults",), self.tenant_defaults))
+        for path, user in users:
+            name = user.organisation
+            if name is not None and name not in known:
+                names = ", ".join(sorted(known)) or "none"
+                yield (*path, "organisation"), f"unknown organisation {name!r} (known: {names})"
 
 
 def _duplicates(names: list[str], key: str, what: str) -> Iterator[Mistake]:
@@ -318,9 +315,3 @@ def _duplicates(names: list[str], key: str, what: str) -> Iterator[Mistake]:
     for i, name in enumerate(names):
         if first.setdefault(name, i) != i:
             yield (i, key), f"duplicate {what} {name!r}, the same as number {first[name]} (counted from 0)"
-
-
-def _raise(mistakes: Iterable[Mistake]) -> None:
-    found = list(mistakes)
-    if found:
-        raise SettingsError(found)

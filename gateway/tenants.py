@@ -16,7 +16,9 @@ from fnmatch import fnmatchcase
 from gateway.errors import forbidden
 from gateway.scopes import ScopesInUse
 from gateway.settings import Privacy, ServiceClass, Settings, Tenant, TenantDefaults
-from policies.types import Limits, TenantId
+from policies.types import Limits, Principal, QuotaAccount, TenantId, TokenPrice
+
+_UNLIMITED = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,15 @@ class EffectiveTenant:
     models: tuple[str, ...] = ("*",)
     """Names or shell patterns (``smol*``) of the models it may use."""
     limits: Limits = field(default_factory=Limits)
+    user_limits: Limits = field(default_factory=Limits)
+    """Of each of its users."""
+    key_limits: Limits = field(default_factory=Limits)
+    """Of each of its credentials."""
+    organisation: QuotaAccount | None = None
+    """The account that it shares with other tenants."""
+    cost_centre: str | None = None
+    prices: Mapping[str, TokenPrice] = field(default_factory=dict)
+    """By model."""
     requires: Mapping[str, str] = field(default_factory=dict)
     privacy: Privacy = field(default_factory=Privacy)
     sample_ratio: float | None = None
@@ -42,6 +53,16 @@ class EffectiveTenant:
     def may_use(self, model: str) -> bool:
         """Whether ``model`` is on its list."""
         return any(fnmatchcase(model, pattern) for pattern in self.models)
+
+    def accounts(self, principal: Principal) -> tuple[QuotaAccount, ...]:
+        """Every account that a request of this caller counts against, the widest first."""
+        own = QuotaAccount("tenant", self.id, self.id, self.limits)
+        found = [self.organisation, own] if self.organisation is not None else [own]
+        if principal.user is not None:
+            found.append(QuotaAccount("user", self.id, principal.user, self.user_limits))
+        if principal.key_id is not None and self.key_limits != _UNLIMITED:
+            found.append(QuotaAccount("key", self.id, principal.key_id, self.key_limits))
+        return tuple(found)
 
 
 class Tenants:
@@ -55,6 +76,11 @@ class Tenants:
     def reload(self, settings: Settings) -> None:
         """Take the tenants, classes and defaults of ``settings``; epochs stay."""
         self._classes: Mapping[str, ServiceClass] = dict(settings.classes)
+        self._organisations = {
+            item.id: QuotaAccount("organisation", "", item.id, item.limits.to_limits())
+            for item in settings.organisations
+        }
+        self._prices = {name: price.to_price() for name, price in settings.prices.models.items()}
         self._listed = {TenantId(tenant.id): self._effective(tenant.id, tenant) for tenant in settings.tenants}
         self._defaults = settings.tenant_defaults
 
@@ -115,6 +141,11 @@ class Tenants:
             classes=self._classes,
             models=config.models,
             limits=config.limits.to_limits(),
+            user_limits=config.user_limits.to_limits(),
+            key_limits=config.key_limits.to_limits(),
+            organisation=self._organisations[config.organisation] if config.organisation is not None else None,
+            cost_centre=config.cost_centre,
+            prices=self._prices,
             requires=dict(config.requires),
             privacy=config.privacy,
             sample_ratio=config.sample_ratio,

@@ -15,7 +15,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 DELTA_BYTES = 256
 """What an event of a stream takes besides its text, and a scored token besides the event."""
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 class TicketState(StrEnum):
@@ -56,6 +60,8 @@ class Ticket:
 
     def __init__(self, prepared: Prepared, *, now: float, stream: bool = False, trace: RequestTrace = NO_TRACE) -> None:
         self.prepared = prepared
+        self.on_dispatched: Callable[[], None] = _nothing
+        """Told, at once, each time it is sent to a worker. Must not raise."""
         self.stream = stream
         self.trace = trace
         self.span: Span | None = None
@@ -130,6 +136,7 @@ class Ticket:
         self.dispatched_at = now
         self.queue_wait_s = waited_s
         self._dispatched.set()
+        self.on_dispatched()
 
     def requeued(self) -> None:
         """It goes back to the queue; what it produced is void. Only legal while nothing was handed out."""

@@ -21,7 +21,7 @@ from gateway.tenants import EffectiveTenant
 from gateway.ticket import Ticket
 from gateway.timed import unwrap
 from gateway.trace import RequestTrace, Span, Station
-from policies.spi import QuotaView
+from policies.spi import QuotaAccounts, QuotaView
 from policies.types import LimitState, Principal, QuotaDecision
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Visit:
 
     def headers(self, now: float) -> dict[str, str]:
         """Of any answer to it: rate limits, and what was lessened."""
-        headers = rate_headers(self.tenant, self.decision, self.policies.quota, now)
+        headers = rate_headers(self.tenant, self.principal, self.decision, self.policies.quota, now)
         return {**headers, **self.prepared.headers()} if self.prepared is not None else headers
 
     def end(self, outcome: Outcome, reason: str | None = None) -> None:
@@ -150,14 +150,23 @@ class Visit:
 
 
 def rate_headers(
-    tenant: EffectiveTenant | None, decision: QuotaDecision | None, quota: object, now: float
+    tenant: EffectiveTenant | None,
+    principal: Principal | None,
+    decision: QuotaDecision | None,
+    quota: object,
+    now: float,
 ) -> dict[str, str]:
-    """``x-ratelimit-*`` of a known tenant: as its reservation left them, else as they are; nothing where unlimited."""
-    if tenant is None:
+    """``x-ratelimit-*`` of a known caller: as its reservation left them, else as they are; nothing where unlimited.
+
+    Of all limits at all levels those with the least left.
+    """
+    if tenant is None or principal is None:
         return {}
     states: Mapping[str, LimitState] = decision.remaining if decision is not None else {}
     inner = unwrap(quota)
-    if not states and isinstance(inner, QuotaView):
+    if not states and isinstance(inner, QuotaAccounts):
+        states = inner.tightest(tenant.accounts(principal), now)
+    elif not states and isinstance(inner, QuotaView):
         states = {**_full(tenant), **inner.remaining(tenant.id, now)}
     headers = {}
     for name in ("requests", "tokens"):

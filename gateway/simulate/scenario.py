@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from gateway.settings import LimitsConfig, Queue, SettingsError
+from gateway.settings import Queue
+from gateway.settings_base import SettingsError
+from gateway.settings_quota import LimitsConfig
 from gateway.simulate.arrivals import Arrivals, Log, Part, Rate
 from gateway.simulate.lengths import MAX_TOKENS, Lengths, Tokens
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from policies.quota._bucket import PAD_S, Bucket
-from policies.quota._limits import BUDGETS, HOLDINGS, RATES, Units, capacity, month_of, month_start
+from policies.quota.limits import BUDGETS, HOLDINGS, RATES, Units, capacity, month_of, month_start
 from policies.types import Limits, LimitState, LimitStatus
 
 AccountKey = tuple[str, str, str]

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 
 from policies.quota._account import Account, AccountKey, Instant, Objection, tighten
 from policies.quota._bucket import Bucket
-from policies.quota._limits import accounts_of, money, most_output, ran, reserved
+from policies.quota.limits import accounts_of, money, most_output, ran, reserved
 from policies.spi import Json
 from policies.types import (
     Job,

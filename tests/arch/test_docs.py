@@ -35,8 +35,14 @@ def commands(command: Any, words: tuple[str, ...] = ()) -> list[str]:
 def test_every_configuration_key_is_documented_with_its_default() -> None:
     table = [cells for cells in rows("configuration.md") if "." in cells[0] or cells[0] == "`plugins`"]
     documented = {cells[0].strip("`"): cells[1].strip("`") for cells in table}
-    # tenant_defaults takes a tenant's keys; the page says so in one sentence instead of repeating the table.
+    # tenant_defaults takes a tenant's keys, and every level the same limits: the page says so once.
     real = {key.path: key.default for key in keys(Settings) if not key.path.startswith("tenant_defaults.")}
+    for block in ("tenants[].user_limits", "tenants[].key_limits", "organisations[].limits"):
+        repeated = {path for path in real if path.startswith(f"{block}.")}
+        assert {path.removeprefix(block) for path in repeated} <= {
+            path.removeprefix("tenants[].limits") for path in real if path.startswith("tenants[].limits.")
+        }
+        real = {path: default for path, default in real.items() if path not in repeated} | {block: "no limits"}
     assert documented == real
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from gateway.settings import LimitsConfig, Section, Settings, SettingsError
-from policies.types import Limits
+from gateway.settings import Settings
+from gateway.settings_base import Section, SettingsError
+from gateway.settings_quota import Budget, LimitsConfig
+from policies.types import Limits, TokenPrice
 
 MINIMAL: dict[str, Any] = {
     "policies": {"auth": {"use": "none"}},
@@ -66,7 +69,7 @@ def test_every_section_is_frozen_and_takes_no_unknown_key() -> None:
 
 
 def test_limits_are_those_that_policies_see() -> None:
-    assert set(LimitsConfig.model_fields) == set(Limits.__slots__)
+    assert {*LimitsConfig.model_fields, *Budget.model_fields} - {"budget"} == set(Limits.__slots__)
     assert LimitsConfig().to_limits() == Limits()
 
 
@@ -153,3 +156,30 @@ def test_caps_are_at_least_one(queue: dict[str, Any], path: tuple[str, ...]) -> 
     with pytest.raises(ValidationError) as caught:
         Settings.model_validate(MINIMAL | {"queue": queue})
     assert [error["loc"] for error in caught.value.errors()] == [path]
+
+
+def test_money_is_exact_and_a_misspelt_name_is_no_gift() -> None:
+    """Prices are per million tokens, inside whole billionths; what is not there is a mistake."""
+    settings = Settings.model_validate(
+        MINIMAL
+        | {
+            "organisations": [{"id": "acme", "limits": {"budget": {"currency_per_month": 12.5}}}],
+            "tenants": [{"id": "a", "organisation": "acme"}],
+            "prices": {"currency": "EUR", "models": {"m": {"input": 0.15, "output": "0.601"}}},
+        }
+    )
+    assert settings.organisations[0].limits.to_limits().currency_per_month == 12_500_000_000
+    assert settings.prices.models["m"].to_price() == TokenPrice(150, 150, 601)
+    for changes, where in (
+        ({"prices": {"models": {"n": {}}}}, "prices.models.n: unknown model 'n' (known: m)"),
+        ({"tenants": [{"id": "a", "organisation": "x"}]}, "tenants.0.organisation: unknown organisation 'x'"),
+        ({"tenant_defaults": {"organisation": "x"}}, "tenant_defaults.organisation: unknown organisation 'x'"),
+        ({"organisations": [{"id": "a"}, {"id": "a"}]}, "duplicate organisation id 'a'"),
+        ({"tenants": [{"id": "a", "key_limits": {"budget": {"tokens_per_month": 1}}}]}, "a rotated key would begin"),
+        ({"prices": {"models": {"m": {"input": True}}}}, "write a number, not true"),
+        ({"prices": {"models": {"m": {"input": 0.0001}}}}, "no more than 3 decimal places"),
+        ({"prices": {"models": {"m": {"input": -1}}}}, "greater than or equal to 0"),
+        ({"prices": {"models": {"m": {"input": float("nan")}}}}, "finite number"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(where)):
+            Settings.model_validate(MINIMAL | changes)

@@ -1,4 +1,4 @@
-"""Hypothesis drives the books: they never over-admit at any level, give everything back, and their Retry-After works."""
+"""Hypothesis drives the books: no level is ever over-admitted, everything comes back, and a Retry-After works."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class QuotaMachine(RuleBasedStateMachine):
             for key, events in self.taken.items():
                 if key[0] != level:
                     continue
-                # Whatever interval one looks at: reserved in it is at most a full bucket, its refill and what came back.
+                # In any interval at most a full bucket, its refill and what came back can be reserved.
                 reserved = back = 0
                 for at, change in reversed(events):
                     amount = change[unit]
