@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from gateway.errors import ApiError, bad_request
-from gateway.settings import Section, Settings, Tenant
+from gateway.settings import Settings, Tenant
+from gateway.settings_base import Section
 
 Raw = Mapping[str, Any]
 Path = tuple[str, ...]
