@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Protocol
 
 from gateway.choices import ChoiceStream, Decoder
-from gateway.errors import ApiError, bad_request
+from gateway.errors import bad_request
 from gateway.grammar_check import GrammarCheck, GrammarRefusedError
 from gateway.http.schemas import ChatRequest, CompletionRequest
+from gateway.output_budget import Context, output_budget
 from gateway.settings import ServiceClass
 from gateway.tenant_keys import TenantKeys
 from gateway.tenants import EffectiveTenant
@@ -31,8 +32,6 @@ from workers.engine.block_hash import chain_keys
 from workers.protocol import Generate
 from workers.tokenizer import INLINE_CHARS, ChatTemplateError, EncodeError
 
-MAX_CHARS_PER_TOKEN = 16
-"""A text longer than this many characters per token of context is refused unread; real text has 1 to 6."""
 MESSAGE_CHARS = 64
 """What rendering one message costs, in characters of encoding: many empty ones belong into a thread, too."""
 
@@ -189,12 +188,12 @@ class Intake:
         Raises ApiError: 400 for what does not fit the model or the tenant's limits, 503 while the model is loading.
         """
         tokenizer = model.tokenizer
-        context = _Context.of(model, tenant)
+        context = Context.of(model, tenant)
         tokens, keys = await self._encoded(request, tokenizer, model, scope, context)
         _check_logit_bias(request, tokenizer.vocab_size)
         accounts, price = tenant.accounts(principal), tenant.prices.get(model.name)
         room = most_output(accounts, len(tokens), price)
-        max_tokens, limited_by = _output_budget(request, len(tokens), context, tenant, model, room)
+        max_tokens, limited_by = output_budget(request, len(tokens), context, tenant, model, room)
         _check_min_tokens(request, max_tokens)
         name, service_class = _service_class(tenant, headers or {})
         job = Job(
@@ -236,7 +235,7 @@ class Intake:
         return Prepared(job, generate, request, tokenizer, limited_by)
 
     async def _encoded(
-        self, request: AnyRequest, tokenizer: TextTokenizer, model: ServedModel, scope: CacheScope, context: _Context
+        self, request: AnyRequest, tokenizer: TextTokenizer, model: ServedModel, scope: CacheScope, context: Context
     ) -> tuple[list[int], tuple[PrefixKey, ...]]:
         chars, messages, encode = _reader(request, tokenizer)
         context.refuse_text(chars, request.content_param)
@@ -288,41 +287,6 @@ def _reader(request: AnyRequest, tokenizer: TextTokenizer) -> tuple[int, int, Ca
     return len(prompt), 0, lambda: list(prompt)
 
 
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """How long prompt + output may be, and who says so."""
-
-    tokens: int
-    whose: str
-
-    @classmethod
-    def of(cls, model: ServedModel, tenant: EffectiveTenant) -> _Context:
-        limit = tenant.limits.max_context_tokens
-        if limit is not None and limit < model.max_context:
-            return cls(limit, "your tenant's limit")
-        return cls(model.max_context, "the model's context")
-
-    def refuse_text(self, chars: int, param: str) -> None:
-        most = self.tokens * MAX_CHARS_PER_TOKEN
-        if chars > most:
-            raise _too_long(
-                f"{self.whose.capitalize()} is {self.tokens} tokens; a prompt of {chars} characters cannot fit "
-                f"(at most {most} are read). Shorten it.",
-                param,
-            )
-
-    def refuse(self, prompt: int, output: int, param: str) -> ApiError:
-        return _too_long(
-            f"{self.whose.capitalize()} is {self.tokens} tokens, but {prompt} in the prompt and {output} of output "
-            f"make {prompt + output}. Shorten the prompt or ask for less output.",
-            param,
-        )
-
-
-def _too_long(message: str, param: str) -> ApiError:
-    return bad_request(message, param=param, code="context_length_exceeded")
-
-
 def _check_tokens(tokens: list[int], vocab: int, param: str) -> None:
     if not tokens:
         raise bad_request(f"{param} is empty: the model needs at least one token.", param=param)
@@ -349,47 +313,6 @@ def _check_min_tokens(request: AnyRequest, max_tokens: int) -> None:
             f"lower it or raise {request.max_tokens_param}.",
             param="min_tokens",
         )
-
-
-def _output_budget(
-    request: AnyRequest,
-    prompt: int,
-    context: _Context,
-    tenant: EffectiveTenant,
-    model: ServedModel,
-    room: tuple[int, str] | None,
-) -> tuple[int, str | None]:
-    """Output tokens per choice, and the limit that made an omitted ``max_tokens`` smaller than the default.
-
-    ``room``: what the quota's limits let pass at most, over all choices, and which of them that is.
-    """
-    if prompt >= context.tokens:
-        raise context.refuse(prompt, request.max_tokens or 1, request.content_param)
-    most = tenant.limits.max_output_tokens
-    lines = request.lines
-    if most is not None and lines * (request.max_tokens or 1) > most:
-        asked = f"{lines} x {request.max_tokens or 1}" if lines > 1 else str(request.max_tokens)
-        many = "n" if lines == request.n else "best_of"
-        raise bad_request(
-            f"{asked} output tokens are more than your tenant's limit of {most} per request (all choices together). "
-            f"Lower {request.max_tokens_param} or {many}.",
-            param=request.max_tokens_param if request.max_tokens else many,
-            code="max_output_tokens_exceeded",
-        )
-    if request.max_tokens is not None:
-        if prompt + request.max_tokens > context.tokens:
-            raise context.refuse(prompt, request.max_tokens, request.max_tokens_param)
-        return request.max_tokens, None
-    allowed = {"context": context.tokens - prompt}
-    if most is not None:
-        allowed["max_output_tokens"] = most // lines
-    if room is not None:
-        # A prompt that leaves nothing is the quota policy's to refuse: it knows whether the limit is in force.
-        allowed[room[1]] = max(1, room[0] // lines)
-    limit = min(allowed, key=lambda name: allowed[name])
-    if allowed[limit] < model.default_max_tokens:
-        return allowed[limit], limit
-    return model.default_max_tokens, None
 
 
 def _service_class(tenant: EffectiveTenant, headers: Mapping[str, str]) -> tuple[str, ServiceClass]:
