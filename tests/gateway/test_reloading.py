@@ -61,7 +61,17 @@ def test_what_needs_a_restart_stays_as_it_is() -> None:
 
 def test_every_section_is_live_or_listed() -> None:
     """A section that is added has to be thought about: here, and in ``Gateway._apply``."""
-    live = {"policies", "queue", "classes", "organisations", "tenants", "tenant_defaults", "prices", "streams", "timeouts"}
+    live = {
+        "policies",
+        "queue",
+        "classes",
+        "organisations",
+        "tenants",
+        "tenant_defaults",
+        "prices",
+        "streams",
+        "timeouts",
+    }
     assert live | {path.partition(".")[0] for path in RESTART} == set(Settings.model_fields)
 
 
