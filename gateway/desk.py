@@ -227,7 +227,9 @@ class Desk:
         if queued:
             span.set(attributes.left_queue(now - ticket.queued_at))
         else:
-            first = None if ticket.first_token_at is None else ticket.first_token_at - ticket.queued_at
+            first = None
+            if ticket.first_token_at is not None and ticket.dispatched_at is not None:
+                first = ticket.first_token_at - ticket.dispatched_at
             span.set(
                 attributes.chat_response(
                     ticket.usage, model=self.model.name, finish_reasons=ticket.finish_reasons, first_chunk_s=first

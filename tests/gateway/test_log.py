@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import structlog
 from pydantic import BaseModel
 
 from gateway import log
 from gateway.log import RequestSummary, log_request
 from policies.types import Usage
+from tests.gateway.logs import undisturbed
 
 CANARY = "CANARY-prompt-7f3a"
 TOKEN = ".".join(["eyJhbGciOiJIUzI1NiJ9", "eyJ0ZW5hbnQiOiJzZWFyY2gifQ", "c2lnbmF0dXJl"])
@@ -23,19 +23,8 @@ TOKEN = ".".join(["eyJhbGciOiJIUzI1NiJ9", "eyJ0ZW5hbnQiOiJzZWFyY2gifQ", "c2lnbmF
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
     """Where the log goes; the process's own logging comes back afterwards."""
-    root, library = (
-        logging.getLogger(),
-        ("forebay", "gateway", "policies", "workers", "uvicorn.access", "uvicorn.error"),
-    )
-    handlers, level = list(root.handlers), root.level
-    levels = {name: logging.getLogger(name).level for name in (*library, "urllib3")}
-    made = io.StringIO()
-    yield made
-    structlog.reset_defaults()
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    for name, old in levels.items():
-        logging.getLogger(name).setLevel(old)
+    with undisturbed():
+        yield io.StringIO()
 
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:

@@ -126,6 +126,8 @@ async def test_ok(traced: Traced) -> None:
     assert chat.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
     assert chat.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
     assert tree.named("decode").attributes["forebay.tokens"] == usage["completion_tokens"]
+    first_chunk = chat.attributes["gen_ai.response.time_to_first_chunk"]
+    assert 0 < first_chunk * 1e9 <= chat.end_ns - chat.start_ns, "from the chat's start, not from the queue's"
     assert not [span.name for span in spans if span.error]
 
 

