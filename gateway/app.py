@@ -18,17 +18,27 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.errors import ApiError
 from gateway.http.admin import admin_app
+from gateway.http.embeddings import embed, parse_embeddings
 from gateway.http.middleware import error_response, exception_handlers, guard
 from gateway.http.openai import ChatFormat, CompletionFormat
+from gateway.http.responses import ResponsesFormat, parse_responses
 from gateway.http.schemas import parse_chat, parse_completion
+from gateway.http.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
 from gateway.service import Gateway
 from gateway.tenants import EffectiveTenant
-from gateway.visit import Endpoint, rate_headers
+from gateway.visit import Endpoint, Errand, rate_headers
 
-__all__ = ["CHAT", "COMPLETIONS", "admin_app", "public_app"]
+__all__ = ["ENDPOINTS", "admin_app", "public_app"]
 
-CHAT = Endpoint("/v1/chat/completions", "chat", parse_chat, ChatFormat)
-COMPLETIONS = Endpoint("/v1/completions", "text_completion", parse_completion, CompletionFormat)
+ENDPOINTS: tuple[Endpoint | Errand, ...] = (
+    Endpoint("/v1/chat/completions", "chat", parse_chat, ChatFormat),
+    Endpoint("/v1/completions", "text_completion", parse_completion, CompletionFormat),
+    Endpoint("/v1/responses", "chat", parse_responses, ResponsesFormat),
+    Errand("/v1/embeddings", parse_embeddings, embed),
+    Errand("/tokenize", parse_tokenize, tokenize),
+    Errand("/detokenize", parse_detokenize, detokenize),
+)
+"""Everything that is POSTed and goes through the pipeline."""
 
 Answer = Callable[[Request, EffectiveTenant], Response]
 
@@ -36,8 +46,7 @@ Answer = Callable[[Request, EffectiveTenant], Response]
 def public_app(gateway: Gateway) -> ASGIApp:
     """The ASGI application of the public listener."""
     routes = [
-        Route(CHAT.route, _Inference(gateway, CHAT), methods=["POST"]),
-        Route(COMPLETIONS.route, _Inference(gateway, COMPLETIONS), methods=["POST"]),
+        *(Route(endpoint.route, _Posted(gateway, endpoint), methods=["POST"]) for endpoint in ENDPOINTS),
         Route("/v1/models", _for_tenant(gateway, _models(gateway)), methods=["GET"]),
         Route("/v1/models/{model:path}", _for_tenant(gateway, _model(gateway)), methods=["GET"]),
         Route("/healthz", _health, methods=["GET"]),
@@ -48,10 +57,10 @@ def public_app(gateway: Gateway) -> ASGIApp:
     return guard(app, max_body_bytes=gateway.settings.listen.max_body_bytes)
 
 
-class _Inference:
-    """One inference endpoint, as plain ASGI: the pipeline answers by itself."""
+class _Posted:
+    """One endpoint, as plain ASGI: the pipeline answers by itself."""
 
-    def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
+    def __init__(self, gateway: Gateway, endpoint: Endpoint | Errand) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
 

@@ -36,6 +36,7 @@ from gateway.monitor import LiveMonitor
 from gateway.pipeline import Pipeline
 from gateway.pool import Pool
 from gateway.recent import RecentRequests
+from gateway.replays import Replays
 from gateway.report import Reporter
 from gateway.request_log import RequestLog
 from gateway.runtime import Runtime
@@ -148,6 +149,8 @@ def build(
         gatekeeper=gatekeeper,
         reporter=reporter,
         delivery=Delivery(reporter, settings.streams),
+        intake=intake,
+        replays=Replays(settings.idempotency),
         monitor=monitor,
         timeouts=settings.timeouts,
         max_body_bytes=settings.listen.max_body_bytes,

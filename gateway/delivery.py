@@ -13,6 +13,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 
@@ -20,6 +21,7 @@ from gateway.choices import ChoiceDelta
 from gateway.errors import slow_reader, timed_out
 from gateway.http import sse
 from gateway.http.openai import Format, collect
+from gateway.replays import REPLAYED, Recording
 from gateway.report import Reporter
 from gateway.settings import Streams
 from gateway.ticket import Ticket
@@ -78,6 +80,25 @@ class Delivery:
         await settle(visit)
         visit.trace.event("first_byte")
         await visit.reply.whole(200, visit.headers(self._clock()), body)
+
+    async def replay(self, visit: Visit, recording: Recording) -> None:
+        """Another request's answer, as far as it is and as it comes. Raises ApiError 503 where it breaks off."""
+        limit_s = self.streams.slow_reader_s
+        async with contextlib.aclosing(recording.follow()) as pieces:
+            async for data in pieces:
+                try:
+                    async with asyncio.timeout(limit_s):
+                        if not visit.reply.begun:
+                            own = visit.headers(self._clock())
+                            headers = {**dict(recording.headers), **own, REPLAYED: "true"}
+                            await visit.reply.begin(recording.status or 200, headers)
+                            visit.trace.event("first_byte")
+                        if data:
+                            await visit.reply.write(data)
+                except TimeoutError:
+                    raise slow_reader("The stream was not read fast enough and was ended.") from None
+        visit.delivered = True
+        await visit.reply.end()
 
     async def _begin(self, visit: Visit) -> None:
         if not visit.reply.begun:

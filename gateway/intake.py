@@ -14,16 +14,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from gateway.choices import ChoiceStream, Decoder
 from gateway.errors import bad_request
 from gateway.grammar_check import GrammarCheck, GrammarRefusedError
-from gateway.http.schemas import ChatRequest, CompletionRequest
+from gateway.http.schemas import ChatRequest, CompletionRequest, to_template
+from gateway.jobs import make_job
 from gateway.output_budget import Context, output_budget
-from gateway.settings import ServiceClass
 from gateway.tenant_keys import TenantKeys
 from gateway.tenants import EffectiveTenant
 from policies.quota.limits import most_output
@@ -36,6 +36,7 @@ MESSAGE_CHARS = 64
 """What rendering one message costs, in characters of encoding: many empty ones belong into a thread, too."""
 
 AnyRequest = ChatRequest | CompletionRequest
+T = TypeVar("T")
 
 
 class TextTokenizer(Protocol):
@@ -191,34 +192,16 @@ class Intake:
         context = Context.of(model, tenant)
         tokens, keys = await self._encoded(request, tokenizer, model, scope, context)
         _check_logit_bias(request, tokenizer.vocab_size)
-        accounts, price = tenant.accounts(principal), tenant.prices.get(model.name)
-        room = most_output(accounts, len(tokens), price)
+        job = make_job(principal, tenant, model.name, job_id, now, headers)
+        room = most_output(job.accounts, len(tokens), job.price)
         max_tokens, limited_by = output_budget(request, len(tokens), context, tenant, model, room)
         _check_min_tokens(request, max_tokens)
-        name, service_class = _service_class(tenant, headers or {})
-        job = Job(
-            id=job_id,
-            tenant=tenant.id,
-            model=model.name,
+        job = replace(
+            job,
             prompt_tokens=len(tokens),
             max_tokens=request.lines * max_tokens,
-            arrived_at=now,
-            weight=tenant.weight,
-            user=principal.user,
-            key_id=principal.key_id,
-            groups=principal.groups,
-            service_class=name,
-            priority=service_class.priority,
-            deadline=now + _deadline_s(service_class, headers or {}),
-            max_wait_s=service_class.max_wait_s,
-            requires=tenant.requires,
             cache_scope=scope,
             prefix_keys=keys,
-            limits=tenant.limits,
-            accounts=accounts,
-            price=price,
-            organisation=tenant.organisation.name if tenant.organisation is not None else None,
-            cost_centre=tenant.cost_centre,
         )
         generate = Generate(
             id=job_id,
@@ -250,9 +233,7 @@ class Intake:
             return tokens, tuple(PrefixKey(key) for key in keys)
 
         try:
-            if chars + MESSAGE_CHARS * messages <= INLINE_CHARS:
-                return work()
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await self.offload(chars + MESSAGE_CHARS * messages, work)
         except (ChatTemplateError, EncodeError) as error:
             text = str(error)
             raise bad_request(f"{text[:1].upper()}{text[1:]}.", param=request.content_param) from None
@@ -272,14 +253,17 @@ class Intake:
             ) from None
         return constraint.grammar
 
+    async def offload(self, chars: int, work: Callable[[], T]) -> T:
+        """Run ``work`` here where it costs no more than encoding ``INLINE_CHARS``, else in a thread."""
+        if chars <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
 
 def _reader(request: AnyRequest, tokenizer: TextTokenizer) -> tuple[int, int, Callable[[], list[int]]]:
     """How many characters and how many messages are to be encoded, and how it is done."""
     if isinstance(request, ChatRequest):
-        # The templates of open models know "system"; "developer" is its newer name.
-        messages = [
-            {"role": "system" if m.role == "developer" else m.role, "content": m.content} for m in request.messages
-        ]
+        messages = to_template(request.messages)
         return sum(len(m["content"]) for m in messages), len(messages), lambda: tokenizer.encode_chat(messages)
     prompt = request.prompt
     if isinstance(prompt, str):
@@ -313,20 +297,3 @@ def _check_min_tokens(request: AnyRequest, max_tokens: int) -> None:
             f"lower it or raise {request.max_tokens_param}.",
             param="min_tokens",
         )
-
-
-def _service_class(tenant: EffectiveTenant, headers: Mapping[str, str]) -> tuple[str, ServiceClass]:
-    """The tenant's class, or the one it asks for when that is not above its own."""
-    own = tenant.classes.get(tenant.service_class) or ServiceClass()
-    wanted = headers.get("x-forebay-class", "")
-    lower = tenant.classes.get(wanted)
-    if lower is not None and lower.priority <= own.priority:
-        return wanted, lower
-    return tenant.service_class, own
-
-
-def _deadline_s(service_class: ServiceClass, headers: Mapping[str, str]) -> float:
-    """Seconds from arrival: what the class says, or later when the caller says so."""
-    wanted = headers.get("x-forebay-deadline-ms", "")
-    loosened = int(wanted) / 1000 if wanted.isascii() and wanted.isdigit() and len(wanted) <= 9 else 0.0
-    return max(service_class.max_wait_s, loosened)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,21 +34,24 @@ from gateway.dispatch import Dispatcher
 from gateway.entrance import Entrance
 from gateway.errors import ApiError, bad_request, internal, timed_out
 from gateway.gatekeeper import Gatekeeper, over_quota
+from gateway.http import sse
 from gateway.http.middleware import read_body, request_id, send_error, watch_disconnect
 from gateway.http.openai import Format
 from gateway.http.schemas import parse
-from gateway.intake import Prepared
+from gateway.intake import Intake
+from gateway.jobs import make_job
 from gateway.models import Models
 from gateway.monitor import Monitor
 from gateway.purge import sweep_behind
+from gateway.replays import Replays
 from gateway.report import Reporter
 from gateway.runtime import Runtime
 from gateway.settings import Timeouts
 from gateway.tenants import Tenants
 from gateway.ticket import Ticket
-from gateway.visit import Endpoint, Reply, Visit
+from gateway.visit import Endpoint, Errand, Reply, Visit
 from policies.spi import QuotaPolicy
-from policies.types import JobId, Principal, QuotaDecision, Transition, Usage
+from policies.types import Job, JobId, Principal, QuotaDecision, Transition, Usage
 
 _log = log.get("pipeline")
 
@@ -74,6 +78,8 @@ class Pipeline:
         gatekeeper: Gatekeeper,
         reporter: Reporter,
         delivery: Delivery,
+        intake: Intake,
+        replays: Replays,
         monitor: Monitor,
         timeouts: Timeouts,
         max_body_bytes: int,
@@ -87,6 +93,8 @@ class Pipeline:
         self._gatekeeper = gatekeeper
         self._reporter = reporter
         self.delivery = delivery
+        self._intake = intake
+        self.replays = replays
         self._monitor = monitor
         self._timeouts = timeouts
         self._max_body_bytes = max_body_bytes
@@ -110,7 +118,7 @@ class Pipeline:
         while self._settling:
             await asyncio.wait(set(self._settling))
 
-    async def run(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+    async def run(self, endpoint: Endpoint | Errand, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, from its headers to its last byte. Raises only CancelledError."""
         policies = self._runtime.current
         visit = Visit(
@@ -170,17 +178,42 @@ class Pipeline:
         await self._supervised(visit, body)
 
     async def _work(self, visit: Visit, body: bytes) -> None:
-        """Everything from the parsed body on."""
+        """Everything from the body on."""
+        endpoint = visit.endpoint
+        if isinstance(endpoint, Errand):
+            await self._errand(visit, endpoint, body)
+        elif (joined := await self.replays.join(visit, body)) is not None:
+            await self.delivery.replay(visit, joined)
+        else:
+            await self._inference(visit, endpoint, body)
+
+    async def _errand(self, visit: Visit, endpoint: Errand, body: bytes) -> None:
+        """What the gateway answers by itself."""
         assert visit.tenant is not None
-        request = visit.request = await parse(visit.endpoint.parse, body)
+        assert visit.principal is not None
+        request = await parse(endpoint.parse, body)
+        model = visit.model = self._models.get(request.model, visit.tenant)
+        job_id = JobId(secrets.token_hex(12))
+        job = visit.errand = make_job(visit.principal, visit.tenant, model.name, job_id, visit.arrived)
+        visit.decision = await self._reserved(visit, job)
+        with visit.span("tokenize"):
+            answer = await self._intake.offload(request.chars, partial(endpoint.answer, request, model))
+        await self._settle(visit)
+        visit.trace.event("first_byte")
+        await visit.reply.whole(200, visit.headers(self._clock()), answer)
+
+    async def _inference(self, visit: Visit, endpoint: Endpoint, body: bytes) -> None:
+        """What goes to a worker."""
+        assert visit.tenant is not None
+        request = visit.request = await parse(endpoint.parse, body)
         visit.model = self._models.get(request.model, visit.tenant)
         visit.trace.tag(attributes.root(model=visit.model.name, stream=request.stream))
         prepared = await self._entrance.admitted(visit)
-        visit.decision = await self._reserved(visit, prepared)
+        visit.decision = await self._reserved(visit, prepared.job)
         dispatcher = self._dispatchers[prepared.job.model]
         ticket = visit.ticket = dispatcher.submit(prepared, stream=request.stream, trace=visit.trace)
         ticket.on_dispatched = partial(self._started, visit.policies.quota, prepared.job.id)
-        answer = visit.format = self._format(visit, ticket)
+        answer = visit.format = self._format(visit, endpoint, ticket)
         await self.delivery.first_output(visit, ticket, self._timeouts.first_token_s)
         deliver = self.delivery.stream if request.stream else self.delivery.whole
         await deliver(visit, ticket, answer, self._settle)
@@ -204,7 +237,7 @@ class Pipeline:
     async def _supervised(self, visit: Visit, body: bytes) -> None:
         """Run the work until it ends, the caller leaves or the time is up. Raises ClientDisconnect, ApiError 504."""
         work = asyncio.create_task(self._work(visit, body), name="request")
-        watch = asyncio.create_task(watch_disconnect(visit.receive), name="disconnect watch")
+        watch = asyncio.create_task(self._gone(visit), name="disconnect watch")
         slow: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         visit.too_slow = slow
         left = self._timeouts.total_s - (self._clock() - visit.arrived)
@@ -224,17 +257,23 @@ class Pipeline:
             for task in (work, watch, slow):
                 _retrieve(task)
 
-    async def _reserved(self, visit: Visit, prepared: Prepared) -> QuotaDecision:
+    async def _gone(self, visit: Visit) -> None:
+        """Return when nobody waits for the answer any more."""
+        await watch_disconnect(visit.receive)
+        if visit.recording is not None:
+            await visit.recording.deserted(self.replays.settings.linger_s)
+
+    async def _reserved(self, visit: Visit, job: Job) -> QuotaDecision:
         """Take quota. Raises ApiError 429, 400 for what could never pass, 503 for a policy that fails."""
         with visit.span("quota reserve") as span:
             visit.reserved = True
-            decision = await self._gatekeeper.reserve(prepared.job, visit.policies)
+            decision = await self._gatekeeper.reserve(job, visit.policies)
             span.set(attributes.quota(decision))
             if not decision.admitted:
                 visit.reserved = False
                 visit.decision = decision
                 raise over_quota(decision)
-        self._monitor.event(prepared.job, Transition.ADMITTED, self._clock())
+        self._monitor.event(job, Transition.ADMITTED, self._clock())
         return decision
 
     def _started(self, quota: QuotaPolicy, job_id: JobId) -> None:
@@ -255,9 +294,10 @@ class Pipeline:
                 if not visit.reply.begun:
                     visit.reply.status = error.status
                     await send_error(visit.reply.send, error, visit.headers(self._clock()))
-                elif not visit.reply.ended and visit.format is not None:
+                elif not visit.reply.ended:
                     usage = visit.ticket.usage if visit.ticket is not None else Usage()
-                    await visit.reply.end(visit.format.failure(error, usage))
+                    told = visit.format.failure(error, usage) if visit.format is not None else sse.error_event(error)
+                    await visit.reply.end(told)
 
     async def _settle(self, visit: Visit) -> None:
         """Give back what is held. Once: later calls wait for the first. Cancelling the caller does not cancel it."""
@@ -277,13 +317,14 @@ class Pipeline:
                 async with asyncio.timeout(CANCEL_GRACE_S):
                     await ticket.wait_done()
             dispatcher.abandon(ticket, visit.reason or "ended_early")
-        if prepared is None or not visit.reserved:
+        job = prepared.job if prepared is not None else visit.errand
+        if job is None or not visit.reserved:
             return
         usage = ticket.usage if ticket is not None else Usage()
         with visit.span("quota settle") as span:
             try:
                 async with asyncio.timeout(self._timeouts.policy_s):
-                    figures = await self._runtime.settle(visit.policies.quota, prepared.job.id, usage, self._clock())
+                    figures = await self._runtime.settle(visit.policies.quota, job.id, usage, self._clock())
                 span.set(attributes.settled(usage, cast("int | None", figures.get("refunded"))))
             except Exception as error:
                 span.fail("settle_failed")
@@ -298,6 +339,8 @@ class Pipeline:
                 await self._settle(visit)
             except asyncio.CancelledError as error:
                 cancelled = error
+        if visit.recording is not None:
+            self.replays.close(visit.recording, good=visit.outcome == "ok" and visit.reply.ended)
         if visit.ticket is not None and visit.tenant is not None:
             sweep_behind(visit.ticket, visit.tenant, self._tenants)
         self._reporter.end(visit, self._dispatchers)
@@ -306,10 +349,10 @@ class Pipeline:
 
     # -- small parts ----------------------------------------------------------------------------------------------
 
-    def _format(self, visit: Visit, ticket: Ticket) -> Format:
+    def _format(self, visit: Visit, endpoint: Endpoint, ticket: Ticket) -> Format:
         assert visit.model is not None
         prepared = ticket.prepared
-        return visit.endpoint.format(
+        return endpoint.format(
             job_id=prepared.job.id,
             model=visit.model.name,
             created=visit.created,

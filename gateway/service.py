@@ -177,6 +177,7 @@ class Gateway:
         self.parts.pipeline.retime(settings.timeouts)
         self.parts.pipeline.delivery.streams = settings.streams
         self.parts.reporter.log_ratio = settings.log.sample_ratio
+        self.parts.pipeline.replays.settings = settings.idempotency
         self.parts.gatekeeper.budget_s = settings.timeouts.policy_s
         for dispatcher in self.parts.dispatchers.values():
             dispatcher.cap(settings.queue)

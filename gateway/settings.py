@@ -198,6 +198,16 @@ class Streams(Section):
     """So is one that lets as much pile up."""
 
 
+class Idempotency(Section):
+    """Answers to requests with an ``Idempotency-Key``, kept in memory to be given again."""
+
+    keep_s: float = Field(600.0, gt=0)
+    linger_s: float = Field(10.0, ge=0)
+    """A request with a key runs on for so long after its caller is gone, so that sending it again finds it."""
+    max_bytes_per_tenant: int = Field(8 * 2**20, ge=65536)
+    max_bytes: int = Field(64 * 2**20, ge=65536)
+
+
 class Telemetry(Section):
     """Where traces go. Nothing is exported without an endpoint (here or in ``OTEL_EXPORTER_OTLP_ENDPOINT``)."""
 
@@ -250,6 +260,7 @@ class Settings(Section):
     prices: Prices = Prices()
     timeouts: Timeouts = Timeouts()
     streams: Streams = Streams()
+    idempotency: Idempotency = Idempotency()
     telemetry: Telemetry = Telemetry()
     log: Log = Log()
 

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -16,13 +16,14 @@ from gateway.errors import ApiError, Outcome
 from gateway.http.openai import Format
 from gateway.http.schemas import ChatRequest, CompletionRequest
 from gateway.models import ModelHandle
+from gateway.replays import Recording
 from gateway.runtime import PolicySet
 from gateway.tenants import EffectiveTenant
 from gateway.ticket import Ticket
 from gateway.timed import unwrap
 from gateway.trace import RequestTrace, Span, Station
 from policies.spi import QuotaAccounts, QuotaView
-from policies.types import LimitState, Principal, QuotaDecision
+from policies.types import Job, LimitState, Principal, QuotaDecision
 
 if TYPE_CHECKING:
     from gateway.intake import Prepared
@@ -41,6 +42,30 @@ class Endpoint:
     parse: Callable[[bytes], AnyRequest]
     format: Callable[..., Format]
     """Takes what ``Pipeline._format`` passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """An endpoint that the gateway answers by itself, without queue or worker. It costs its caller one request."""
+
+    route: str
+    parse: Callable[[bytes], Errands]
+    answer: Callable[[Any, ModelHandle], bytes]
+    """The JSON, from what ``parse`` made. May run in a thread; raises ApiError."""
+
+
+class Errands(Protocol):
+    """What an errand's body has in common."""
+
+    @property
+    def model(self) -> str:
+        """Whose tokenizer, say."""
+        ...
+
+    @property
+    def chars(self) -> int:
+        """What the answer costs to make, in characters of encoding."""
+        ...
 
 
 class Reply:
@@ -94,7 +119,7 @@ class Reply:
 class Visit:
     """One request from its headers to its settlement."""
 
-    endpoint: Endpoint
+    endpoint: Endpoint | Errand
     scope: Scope
     receive: Receive
     reply: Reply
@@ -109,6 +134,10 @@ class Visit:
     request: AnyRequest | None = None
     model: ModelHandle | None = None
     prepared: Prepared | None = None
+    errand: Job | None = None
+    """The job of a request that needs no worker."""
+    recording: Recording | None = None
+    """Where its answer is recorded, to be given again (``replays.py``)."""
     decision: QuotaDecision | None = None
     reserved: bool = False
     """A reservation was asked for and not refused: it has to be settled, whatever became of the asking."""

@@ -178,6 +178,7 @@ class _Api:
             raise ApiError(
                 404, "There is no such tenant.", type="invalid_request_error", code="unknown_tenant", param="tenant"
             )
+        self._parts.pipeline.replays.forget(tenant)
         receipt = await purge(tenant, self._parts.tenants, self._parts.pools, self._parts.secret)
         await note(self._gateway, request, "cache.purge", f"tenant:{tenant}", after=receipt.body())
         return JSONResponse(receipt.body(), 200 if receipt.complete else 202)

@@ -219,21 +219,22 @@ class CompletionFormat(Format):
             return None
         return {
             "tokens": [s.text for s in scored],
-            "token_logprobs": [_finite(s.logprob) for s in scored],
+            "token_logprobs": [finite(s.logprob) for s in scored],
             "top_logprobs": [_ranked(s) for s in scored] if self._logprobs else None,
             "text_offset": [s.offset for s in scored],
         }
 
 
 def _entry(token: Alternative) -> Json:
-    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.data)}
+    return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.data)}
 
 
 def _ranked(scored: ScoredToken) -> dict[str, float]:
     """The alternatives, and the chosen token where it is not among them."""
-    ranked = {alternative.text: _finite(alternative.logprob) for alternative in scored.top}
-    return ranked | {scored.text: _finite(scored.logprob)}
+    ranked = {alternative.text: finite(alternative.logprob) for alternative in scored.top}
+    return ranked | {scored.text: finite(scored.logprob)}
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log probability as JSON can hold it."""
     return max(logprob, MIN_LOGPROB) if not math.isnan(logprob) else MIN_LOGPROB

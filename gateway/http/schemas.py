@@ -11,7 +11,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -48,6 +48,14 @@ class Constraint:
 
     grammar: str
     param: str
+
+
+def to_template(messages: Iterable[Message]) -> list[dict[str, str]]:
+    """Messages as a chat template takes them. Those of open models know "system"; "developer" is its newer name."""
+    return [
+        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+        for message in messages
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +125,7 @@ def parse_chat(raw: bytes) -> ChatRequest:
     fields = split(raw)
     common.refuse_unsupported(fields, unsupported.CHAT)
     shared = _shared(fields, {"logprobs": _chat_logprobs(fields)})
-    return ChatRequest(messages=_messages(fields), **shared)
+    return ChatRequest(messages=read_messages(fields), **shared)
 
 
 async def parse(how: Callable[[bytes], R], raw: bytes) -> R:
@@ -225,7 +233,8 @@ def _chat_logprobs(fields: Mapping[str, msgspec.Raw]) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _messages(fields: Mapping[str, msgspec.Raw]) -> tuple[Message, ...]:
+def read_messages(fields: Mapping[str, msgspec.Raw]) -> tuple[Message, ...]:
+    """The messages of a chat. Raises ApiError 400."""
     messages = read(fields, "messages", _MESSAGES, None)
     if messages is None:
         raise bad_request("messages is missing; send a list of {role, content} objects.", param="messages")

@@ -3,8 +3,9 @@
 Rules
 - A reservation asks every limit of every account first and takes only when all agree: a refusal has taken nothing.
 - It takes the most that the job can cost. ``settle`` replaces that by what ran and frees what was held; where nothing
-  ran at all, the request is given back too. More ran than was reserved: the rest is taken as well, into debt, which
-  time repays before the next request is admitted. A running request is never cut for it.
+  ran at all, the request is given back too; but a job that takes no tokens (tokenising) costs its request. More ran
+  than was reserved: the rest is taken as well, into debt, which time repays before the next request is admitted. A
+  running request is never cut for it.
 - A lease that runs out frees what was held and gives budgets back, since nobody knows what ran; rates keep what was
   taken. A late settlement still corrects both, until the reservation is forgotten ``_FORGET_LEASES`` leases later.
 - Limits come with each job. A change is adopted without refilling; a rate that was not limited when a job reserved is
@@ -151,6 +152,8 @@ class Book:
             return None
         late = not reservation.holds
         actual = ran(usage, reservation.entry.price)
+        if not reservation.taken["tokens"]:
+            actual["requests"] = 1
         rest = {unit: amount - actual[unit] for unit, amount in reservation.taken.items()}
         accounts = self._leave(reservation, at)
         for account, rates in zip(accounts, reservation.rates.values(), strict=True):

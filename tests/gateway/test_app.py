@@ -28,7 +28,8 @@ SETTINGS: dict[str, Any] = {
 }
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "ignore_eos": True}
 COMPLETION = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 3}
-ENDPOINTS = [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)]
+RESPONSE = {"model": MODEL, "input": "hello", "max_output_tokens": 3}
+ENDPOINTS = [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION), ("/v1/responses", RESPONSE)]
 RATE = [f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")]
 
 
@@ -109,7 +110,11 @@ WALK = [
     ("POST", "/v1/completions%2f"),
     ("POST", "/v1/completions;x"),
     ("POST", "/chat/completions"),
-    ("POST", "/v1/embeddings"),
+    ("GET", "/v1/embeddings"),
+    ("GET", "/v1/responses/resp_1"),
+    ("POST", "/v1/tokenize"),
+    ("GET", "/tokenize"),
+    ("POST", "/TOKENIZE"),
     ("GET", "/v1/models/"),
     ("GET", "/metrics"),
     ("GET", "/admin/tenants"),
@@ -138,7 +143,7 @@ async def test_everything_that_is_no_route_is_refused_in_our_shape(shared: Site,
         assert answer.headers["allow"]
 
 
-@pytest.mark.parametrize(("path", "body"), ENDPOINTS, ids=["chat", "completions"])
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS, ids=["chat", "completions", "responses"])
 @pytest.mark.parametrize(
     "headers",
     [
@@ -168,7 +173,7 @@ async def test_two_credentials_are_none(shared: Site) -> None:
     assert answer.status_code == 401
 
 
-@pytest.mark.parametrize(("path", "body"), ENDPOINTS, ids=["chat", "completions"])
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS, ids=["chat", "completions", "responses"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_rate_limit_headers_are_on_every_answer(
     shared: Site, path: str, body: dict[str, Any], stream: bool
@@ -224,7 +229,7 @@ FORGED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), ENDPOINTS, ids=["chat", "completions"])
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS, ids=["chat", "completions", "responses"])
 @pytest.mark.parametrize("forged", FORGED, ids=[next(iter(f)) for f in FORGED])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_identity_comes_from_the_token_alone(

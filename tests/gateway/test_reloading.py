@@ -70,6 +70,7 @@ def test_every_section_is_live_or_listed() -> None:
         "tenant_defaults",
         "prices",
         "streams",
+        "idempotency",
         "timeouts",
     }
     assert live | {path.partition(".")[0] for path in RESTART} == set(Settings.model_fields)

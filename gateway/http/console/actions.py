@@ -75,6 +75,7 @@ class Actions:
         tenant = TenantId(fields.get("tenant", ""))
         if not self._parts.tenants.knows(tenant):
             raise _not_found("There is no such tenant.", "unknown_tenant")
+        self._parts.pipeline.replays.forget(tenant)
         receipt = await purge(tenant, self._parts.tenants, self._parts.pools, self._parts.secret)
         body = receipt.body()
         return Result(
