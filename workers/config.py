@@ -36,9 +36,12 @@ class EngineConfig(StrictScalars):
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    attention: Literal["auto", "native", "batched", "reference"] = "auto"
-    """``native`` is one C++ call per step (CPU), ``batched`` is torch, ``reference`` the plain one that all others are
-    measured against. ``auto`` takes native where it compiles and knows the model, else batched."""
+    attention: Literal["auto", "native", "flashinfer", "triton", "batched", "reference"] = "auto"
+    """``native`` is one C++ call per step (CPU), ``flashinfer`` and ``triton`` are kernels over block tables (CUDA),
+    ``batched`` is torch, ``reference`` the plain one that all others are measured against. ``auto`` takes the first of
+    native or, on CUDA, flashinfer and triton that is there and knows the model, else batched."""
+    cuda_graphs: bool = True
+    """Record steps that only decode at start and replay them (CUDA, with flashinfer or triton)."""
     block_size: int = Field(16, ge=1, le=256)
     kv_cache: Bytes = 2**30
     """Bytes for keys and values; whole blocks that fit are made at start."""

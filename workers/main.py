@@ -212,7 +212,7 @@ def figures(loaded: LoadedModel) -> dict[str, object]:
         "device": loaded.device,
         "dtype": loaded.dtype,
         "attention": loaded.attention,
-        **({"native_kernel_unavailable": loaded.fallback} if loaded.fallback else {}),
+        **({"attention_passed_over": loaded.fallback} if loaded.fallback else {}),
         "weight_bytes": loaded.weight_bytes,
         "kv_bytes_per_token": loaded.kv_bytes_per_token,
         "kv_bytes": loaded.cache_tokens * loaded.kv_bytes_per_token,

@@ -13,20 +13,19 @@ from torch import Tensor
 
 from workers.engine.plan import Chunk
 from workers.engine.sequence import Sequence
+from workers.model.staging import ship
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class Batch:
-    """Rows of one forward pass. No row is padding: ``tokens`` has exactly the planned ones."""
+class Layout:
+    """A plan's chunks one after the other, on the host. No row is padding: there are exactly the planned ones."""
 
-    tokens: Tensor
-    """int64 [rows], on the device."""
-    positions: Tensor
-    """int64 [rows], on the device."""
-    slots: Tensor
-    """int64 [rows]: where each row's keys and values go."""
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    """Where each row's keys and values go."""
     query_lens: list[int]
     """Rows of each sequence; they lie one sequence after the other."""
     starts: list[int]
@@ -42,14 +41,64 @@ class Batch:
     sampler_rows: list[int] = field(default_factory=list)
     """For each sampler the index into ``logit_rows``; n choices share their prompt's last row."""
 
+    @property
+    def decodes_only(self) -> bool:
+        """Whether every sequence has one row."""
+        return len(self.tokens) == len(self.query_lens)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rows of one forward pass: a layout whose rows are on the device."""
+
+    layout: Layout
+    tokens: Tensor
+    """int64 [rows]."""
+    positions: Tensor
+    """int64 [rows]."""
+    slots: Tensor
+    """int64 [rows]."""
+    rows: Tensor
+    """int64: ``layout.logit_rows``."""
+
+    @property
+    def query_lens(self) -> list[int]:
+        """As the layout's."""
+        return self.layout.query_lens
+
+    @property
+    def starts(self) -> list[int]:
+        """As the layout's."""
+        return self.layout.starts
+
+    @property
+    def context_lens(self) -> list[int]:
+        """As the layout's."""
+        return self.layout.context_lens
+
+    @property
+    def blocks(self) -> list[list[int]]:
+        """As the layout's."""
+        return self.layout.blocks
+
     def token_slots(self, sequence: int, count: int) -> Ints:
         """Slots of the first ``count`` tokens of a sequence of this batch."""
-        size = self.block_size
+        size = self.layout.block_size
         table = np.array(self.blocks[sequence][: -(-count // size)], dtype=np.int64)
         return (table[:, None] * size + np.arange(size)).reshape(-1)[:count]
 
 
 def build(chunks: Items[Chunk], block_size: int, device: torch.device) -> Batch:
+    """Lay out ``chunks`` and place them on the device. Raises ValueError as ``lay_out``."""
+    return place(lay_out(chunks, block_size), device)
+
+
+def place(layout: Layout, device: torch.device) -> Batch:
+    """The layout's rows on the device, in one copy."""
+    return Batch(layout, *ship([layout.tokens, layout.positions, layout.slots, np.array(layout.logit_rows)], device))
+
+
+def lay_out(chunks: Items[Chunk], block_size: int) -> Layout:
     """Lay out ``chunks``, in their order.
 
     Raises ValueError when a chunk reaches past its sequence's tokens or blocks: the plan is wrong.
@@ -87,10 +136,10 @@ def build(chunks: Items[Chunk], block_size: int, device: torch.device) -> Batch:
             samplers += chunk.samplers
             sampler_rows += [len(batch_logits)] * len(chunk.samplers)
             batch_logits.append(rows - 1)
-    return Batch(
-        tokens=_to(np.frombuffer(tokens, dtype=np.int64), device),
-        positions=_to(np.concatenate(positions), device),
-        slots=_to(np.concatenate(slots), device),
+    return Layout(
+        tokens=np.array(tokens, dtype=np.int64),
+        positions=np.concatenate(positions),
+        slots=np.concatenate(slots),
         query_lens=lens,
         starts=starts,
         context_lens=contexts,
@@ -100,7 +149,3 @@ def build(chunks: Items[Chunk], block_size: int, device: torch.device) -> Batch:
         samplers=samplers,
         sampler_rows=sampler_rows,
     )
-
-
-def _to(values: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(values.copy()).to(device, non_blocking=True)

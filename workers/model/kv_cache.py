@@ -38,10 +38,20 @@ class KvCache:
     """The worker's keys and values, zero at first."""
 
     def __init__(
-        self, model: ModelConfig, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        model: ModelConfig,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        scratch: bool = False,
     ) -> None:
-        """Allocate. Raises KvCacheSizeError when the device has not the memory."""
-        shape = (model.layers, 2, blocks, block_size, model.kv_heads, model.head_dim)
+        """Allocate. ``scratch``: one more block, number ``blocks``, which no sequence has.
+
+        Raises KvCacheSizeError when the device has not the memory.
+        """
+        shape = (model.layers, 2, blocks + scratch, block_size, model.kv_heads, model.head_dim)
         self.blocks, self.block_size = blocks, block_size
         self.bytes_per_token = kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, dtype.itemsize)
         try:
@@ -51,12 +61,16 @@ class KvCache:
                 f"{blocks} blocks of keys and values ({blocks * block_size * self.bytes_per_token} bytes) do not fit "
                 f"on {device}; lower engine.kv_cache or engine.blocks"
             ) from error
-        rows = self.data.view(model.layers, 2, blocks * block_size, model.kv_heads * model.head_dim)
+        rows = self.data.view(model.layers, 2, shape[2] * block_size, model.kv_heads * model.head_dim)
         self._rows = [(rows[layer, 0], rows[layer, 1]) for layer in range(model.layers)]
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """(keys, values) of a layer, each a view [blocks * block_size, kv_heads * head_dim] indexed by slot."""
         return self._rows[layer]
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(keys, values) of a layer, each a view [blocks, block_size, kv_heads, head_dim]."""
+        return self.data[layer, 0], self.data[layer, 1]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [tokens, kv_heads, head_dim] at ``slots`` [tokens]."""

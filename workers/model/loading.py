@@ -7,12 +7,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from workers.config import MEAN_REQUEST_TOKENS, EngineConfig
-from workers.model.attention import AttentionShape, backend
+from workers.model.attention import AttentionShape, choose
 from workers.model.config import ModelConfig, parse_config, read_config
+from workers.model.graphs import LARGEST, CudaRecorder, DecodeGraphs, GraphBackend
 from workers.model.kv_cache import KvCache, KvCacheSizeError, block_count
 from workers.model.native.build import NativeUnavailableError
 from workers.model.native.decoder import NativeCache, NativeDecoder, unsupported
@@ -45,7 +47,7 @@ class LoadedModel:
     attention: str
     """The backend in use; the native kernel also names its instruction set."""
     fallback: str | None = None
-    """Why ``auto`` on a CPU did not take the native kernel."""
+    """Why ``auto`` did not take what it would rather have: the native kernel on a CPU, FlashInfer or Triton on CUDA."""
 
     @property
     def cache_tokens(self) -> int:
@@ -141,7 +143,7 @@ def load(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         attention=made.attention,
-        fallback=reason if engine.attention == "auto" and device.type == "cpu" else None,
+        fallback=(made.passed_over if device.type != "cpu" else reason) if engine.attention == "auto" else None,
     )
 
 
@@ -150,6 +152,7 @@ class _Made:
     runner: TorchRunner | NativeRunner
     weight_bytes: int
     attention: str
+    passed_over: str | None = None
 
 
 def _why_not_native(
@@ -181,9 +184,31 @@ def _torch(
     architectures: Mapping[str, str],
 ) -> _Made:
     decoder = architecture(config.architecture, architectures)(config, weights, max_context)
-    attention = backend(engine.attention, AttentionShape(config.heads, config.kv_heads, config.head_dim))
-    cache = KvCache(config, blocks, engine.block_size, dtype, device)
-    return _Made(TorchRunner(decoder, cache, attention, device), decoder.weight_bytes(), attention.name)
+    chosen = choose(engine.attention, AttentionShape(config.heads, config.kv_heads, config.head_dim, dtype), device)
+    attention = chosen.backend
+    recorded = device.type == "cuda" and engine.cuda_graphs and hasattr(attention, "hold")
+    cache = KvCache(config, blocks, engine.block_size, dtype, device, scratch=recorded)
+    graphs = None
+    if recorded:
+        most = min(
+            LARGEST,
+            engine.max_step_tokens,
+            engine.max_step_tokens if engine.max_running == "auto" else engine.max_running,
+        )
+        with torch.inference_mode():
+            graphs = DecodeGraphs(
+                decoder,
+                cache,
+                cast(GraphBackend, attention),
+                most=most,
+                longest=max_context,
+                recorder=CudaRecorder(device),
+            )
+    runner = TorchRunner(decoder, cache, attention, device, graphs)
+    if device.type == "cuda":
+        runner.warm_up()
+    name = f"{attention.name}, recorded up to {graphs.most} rows" if graphs is not None else attention.name
+    return _Made(runner, decoder.weight_bytes(), name, "; ".join(chosen.passed_over) or None)
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -8,11 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.engine.plan import StepPlan, StepResult
+from workers.engine.plan import Chunk, StepPlan, StepResult
+from workers.engine.sequence import Sequence
 from workers.model.attention import Attend, AttentionBackend
-from workers.model.batch import build
+from workers.model.batch import Layout, lay_out, place
+from workers.model.graphs import DecodeGraphs
 from workers.model.kv_cache import KvCache
 from workers.model.sampler import sample
+from workers.protocol import SamplingParams
 
 
 class Decoder(Protocol):
@@ -28,8 +31,17 @@ class Decoder(Protocol):
 class TorchRunner:
     """``workers.engine.plan.Runner`` on a torch device."""
 
-    def __init__(self, decoder: Decoder, cache: KvCache, attention: AttentionBackend, device: torch.device) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        attention: AttentionBackend,
+        device: torch.device,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """``graphs``: of the same decoder, cache and backend, for steps that only decode."""
         self.decoder, self.cache, self.attention, self._device = decoder, cache, attention, device
+        self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -42,13 +54,28 @@ class TorchRunner:
         self.cache.copy(plan.copies)
         if not plan.chunks:
             return StepResult([])
-        batch = build(plan.chunks, self.cache.block_size, self._device)
-        rows = torch.tensor(batch.logit_rows, dtype=torch.int64, device=self._device)
+        layout = lay_out(plan.chunks, self.cache.block_size)
+        logits = self._graphs.run(layout) if self._graphs is not None else None
+        if logits is None:
+            logits = self._forward(layout)
+        if len(layout.samplers) != len(layout.logit_rows):
+            logits = logits[torch.tensor(layout.sampler_rows, dtype=torch.int64, device=self._device)]
+        return StepResult(sample(logits, layout.samplers))
+
+    def _forward(self, layout: Layout) -> Tensor:
+        batch = place(layout, self._device)
         attend = Attend(self.attention, self.cache, batch)
-        logits = self.decoder(batch.tokens, batch.positions, attend, rows)
-        if len(batch.samplers) != len(batch.logit_rows):
-            logits = logits[torch.tensor(batch.sampler_rows, dtype=torch.int64, device=self._device)]
-        return StepResult(sample(logits, batch.samplers))
+        return self.decoder(batch.tokens, batch.positions, attend, batch.rows)
+
+    def warm_up(self) -> None:
+        """Run a prompt and a decode once, so that nothing is compiled or set up in a request's step. Leaves zeros."""
+        size = self.cache.block_size
+        one = Sequence("warm-up", 0, [0, 0, 0], 2, 2, SamplingParams(temperature=0.0))
+        one.blocks = list(range(min(self.cache.blocks, -(-len(one.tokens) // size))))
+        for chunk in (Chunk(one, 0, 2), Chunk(one, 2, 1, (one,))):
+            if chunk.start + chunk.count <= len(one.blocks) * size:
+                self.run(StepPlan(0, [chunk]))
+        self.zero_blocks(one.blocks)
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Overwrite the keys and values of ``blocks`` with zeros, at once."""

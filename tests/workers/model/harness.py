@@ -112,6 +112,7 @@ def _chunk_logits(model: LoadedModel, chunk: Chunk) -> torch.Tensor:
         rows, _, _ = layout(StepPlan(1, [chunk]), runner.cache.block_size)
         rows.sample_rows = array("i", range(chunk.count))
         return runner.decoder.forward(rows)[0].clone()
-    batch = build([chunk], runner.cache.block_size, torch.device("cpu"))
+    device = runner.cache.data.device
+    batch = build([chunk], runner.cache.block_size, device)
     attend = Attend(runner.attention, runner.cache, batch)
-    return runner.decoder(batch.tokens, batch.positions, attend, torch.arange(chunk.count))
+    return runner.decoder(batch.tokens, batch.positions, attend, torch.arange(chunk.count, device=device)).cpu()

@@ -37,11 +37,11 @@ class Cell:
         words = ("mixed" if self.together else "alone", self.chunk, self.cache, "tight" if self.tight else "roomy")
         return "-".join(map(str, words))
 
-    def engine(self, attention: str) -> EngineConfig:
+    def engine(self, attention: str, device: str = "cpu") -> EngineConfig:
         """fp32 on one thread."""
         return EngineConfig(
             dtype="float32",
-            device="cpu",
+            device=device,
             attention=attention,  # type: ignore[arg-type]
             block_size=self.block_size,
             blocks=BLOCKS,
@@ -50,9 +50,9 @@ class Cell:
             threads=1,
         )
 
-    def run(self, cases: list[Case], model: LoadedModel, attention: str) -> None:
+    def run(self, cases: list[Case], model: LoadedModel, attention: str, device: str = "cpu") -> None:
         """Run all cases in this cell; raises AssertionError."""
-        (mixed if self.together else alone)(self, cases, model, self.engine(attention))
+        (mixed if self.together else alone)(self, cases, model, self.engine(attention, device))
 
 
 COMBINATIONS = [
@@ -62,12 +62,12 @@ COMBINATIONS = [
     for cache in ("cold", "prefix", "repeat")
     for tight in (False, True)
 ]
-Models = dict[tuple[str, str, int], LoadedModel]
+Models = dict[tuple[str, str, str, int], LoadedModel]
 
 
 def model_of(models: Models, source: Path, engine: EngineConfig) -> LoadedModel:
     """Weights are loaded once per (source, backend, block size); each cell still gets its own engine and scope."""
-    key = (str(source), engine.attention, engine.block_size)
+    key = (str(source), engine.device, engine.attention, engine.block_size)
     if key not in models:
         models[key] = load(source, engine)
     return models[key]

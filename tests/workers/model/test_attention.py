@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.model.places import places
 from workers.engine.plan import Chunk
 from workers.engine.sequence import Sequence
 from workers.model.attention import Attend, AttentionShape, backend
@@ -23,9 +24,11 @@ SHAPES = [(4, 4), (6, 2), (12, 2), (9, 3), (5, 1)]
 """(query heads, key heads); 12 over 2 is a group of 6, 9 over 3 of 3: no powers of two."""
 
 
-def cache_for(kv_heads: int, blocks: int, block_size: int, dtype: torch.dtype = torch.float32) -> KvCache:
+def cache_for(
+    kv_heads: int, blocks: int, block_size: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> KvCache:
     config = ModelConfig("x", 10, 8, 8, 1, kv_heads, kv_heads, HEAD_DIM, 512, 1e-5, RopeConfig(), True)
-    return KvCache(config, blocks, block_size, dtype, CPU)
+    return KvCache(config, blocks, block_size, dtype, device)
 
 
 @dataclass(slots=True)
@@ -53,14 +56,20 @@ class Ragged:
         )
 
     def run(
-        self, name: str, block_size: int, blocks: list[int], dtype: torch.dtype = torch.float32, fill: float = math.nan
+        self,
+        name: str,
+        block_size: int,
+        blocks: list[int],
+        dtype: torch.dtype = torch.float32,
+        fill: float = math.nan,
+        device: torch.device = CPU,
     ) -> torch.Tensor:
         """Attention output [rows, heads * head_dim] on backend ``name``, with pages taken from ``blocks`` in order.
 
         Every slot that no sequence owns holds ``fill``.
         """
         heads, kv_heads = self.queries[0].shape[1], self.keys[0].shape[1]
-        cache = cache_for(kv_heads, max(blocks) + 1, block_size, dtype)
+        cache = cache_for(kv_heads, max(blocks) + 1, block_size, dtype, device)
         cache.data.fill_(fill)
         free, chunks = iter(blocks), []
         for keys, values, count in zip(self.keys, self.values, self.counts, strict=True):
@@ -69,14 +78,16 @@ class Ragged:
             one.blocks = [next(free) for _ in range(-(-context // block_size))]
             chunks.append(Chunk(one, context - count, count))
             if context > count:
-                earlier = build([Chunk(one, 0, context - count)], block_size, CPU)
-                cache.write(0, keys[: context - count].to(dtype), values[: context - count].to(dtype), earlier.slots)
-        attend = Attend(backend(name, AttentionShape(heads, kv_heads, HEAD_DIM)), cache, build(chunks, block_size, CPU))
+                earlier = build([Chunk(one, 0, context - count)], block_size, device)
+                past = (part[: context - count].to(device, dtype) for part in (keys, values))
+                cache.write(0, *past, earlier.slots)
+        shape = AttentionShape(heads, kv_heads, HEAD_DIM, dtype)
+        attend = Attend(backend(name, shape, device), cache, build(chunks, block_size, device))
         new = [
-            torch.cat([part[len(part) - count :] for part, count in zip(parts, self.counts, strict=True)]).to(dtype)
+            torch.cat([part[len(part) - count :] for part, count in zip(parts, self.counts, strict=True)])
             for parts in (self.queries, self.keys, self.values)
         ]
-        return attend(0, *new)
+        return attend(0, *(part.to(device, dtype) for part in new)).cpu()
 
     def exact(self) -> np.ndarray:
         """The formula, number by number, in double precision."""
@@ -98,13 +109,13 @@ class Ragged:
 MIXED = [(1, 1), (5, 1), (16, 1), (17, 1), (70, 1), (130, 1), (3, 3), (16, 16), (33, 9), (20, 2), (64, 5), (9, 1)]
 
 
-@pytest.mark.parametrize("name", ["reference", "batched"])
+@pytest.mark.parametrize(("name", "device"), places("reference", "batched"))
 @pytest.mark.parametrize(("heads", "kv_heads"), SHAPES)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_against_the_formula(name: str, heads: int, kv_heads: int, block_size: int) -> None:
+def test_against_the_formula(name: str, device: str, heads: int, kv_heads: int, block_size: int) -> None:
     """engine H7 and A11: any group size; decodes, prompts, hits and misses in one batch; foreign slots hold NaN."""
     ragged = Ragged.make(1, heads, kv_heads, MIXED)
-    found = ragged.run(name, block_size, list(range(500)))
+    found = ragged.run(name, block_size, list(range(500)), device=torch.device(device))
     np.testing.assert_allclose(found.numpy(), ragged.exact(), atol=2e-5)
 
 
@@ -120,14 +131,15 @@ def test_random_batches_agree(seed: int) -> None:
     torch.testing.assert_close(ragged.run("batched", 4, blocks), plain, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["reference", "batched"])
+@pytest.mark.parametrize(("name", "device"), places("reference", "batched"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_page_placement_does_not_matter(name: str, dtype: torch.dtype) -> None:
+def test_page_placement_does_not_matter(name: str, device: str, dtype: torch.dtype) -> None:
     """engine H5: the same sequences on other pages, and beside other garbage, bit-equal."""
     ragged = Ragged.make(3, 9, 3, MIXED)
-    first = ragged.run(name, 16, list(range(100)), dtype)
+    place = torch.device(device)
+    first = ragged.run(name, 16, list(range(100)), dtype, device=place)
     scattered = np.random.default_rng(0).permutation(100).tolist()
-    assert torch.equal(first, ragged.run(name, 16, scattered, dtype, fill=1e4))
+    assert torch.equal(first, ragged.run(name, 16, scattered, dtype, fill=1e4, device=place))
     assert not first.isnan().any()
 
 
@@ -158,5 +170,7 @@ def test_bfloat16_stays_near_fp32() -> None:
 
 
 def test_an_unknown_backend_is_named() -> None:
-    with pytest.raises(ValueError, match=r"engine\.attention='flash' is not one of auto, reference, batched"):
+    with pytest.raises(
+        ValueError, match=r"engine\.attention='flash' is not one of auto, flashinfer, triton, batched, reference"
+    ):
         backend("flash", AttentionShape(4, 2, 8))

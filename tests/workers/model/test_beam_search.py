@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.workers.model import tiny
 from tests.workers.model.harness import Bench
+from tests.workers.model.places import places
 from workers.config import EngineConfig
 from workers.protocol import Beams, Generate, SamplingParams
 
@@ -55,10 +56,16 @@ def oracle(model: PreTrainedModel, prompt: list[int], beams: Beams, n: int, ends
     return [line[: next((i + 1 for i, token in enumerate(line) if ends and token in ends), NEW)] for line in lines]
 
 
-@pytest.mark.parametrize("attention", ["native", "batched", "reference"])
-def test_answers_are_transformers(attention: str, directory: Path, model: PreTrainedModel) -> None:
+@pytest.mark.parametrize(("attention", "device"), places("native", "batched", "reference"))
+def test_answers_are_transformers(attention: str, device: str, directory: Path, model: PreTrainedModel) -> None:
     engine = EngineConfig(
-        device="cpu", dtype="float32", attention=attention, block_size=16, blocks=24, max_step_tokens=24, max_running=64
+        device=device,
+        dtype="float32",
+        attention=attention,
+        block_size=16,
+        blocks=24,
+        max_step_tokens=24,
+        max_running=64,
     )
     bench = Bench(directory, engine)
     cases: dict[str, tuple[list[int], Beams, int, list[int] | None]] = {}

@@ -10,6 +10,7 @@ import torch
 
 from tests.workers.model import oracle, tiny
 from tests.workers.model.harness import GREEDY, Bench, logits_of
+from tests.workers.model.places import places
 from workers.config import EngineConfig
 from workers.model.loading import load
 from workers.model_store import ModelStoreError
@@ -54,7 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"rms_norm_eps": 1e-6}),
     "qwen3-attention-bias": ("qwen3", {"attention_bias": True, "head_dim": 48, "num_key_value_heads": 1}),
 }
-BACKENDS = ("reference", "batched", "native")
+PLACES = places("reference", "batched", "native")
 TOKENS = [(7 * index * index + 3 * index) % 290 for index in range(70)]
 TABLE = [5, 2, 9, 0, 12, 7]
 ENGINE = EngineConfig(device="cpu", dtype="float32", blocks=40, block_size=16, threads=1)
@@ -71,24 +72,24 @@ def on(attention: str, **changes: Any) -> EngineConfig:
     return ENGINE.model_copy(update={"attention": attention, **changes})
 
 
-@pytest.mark.parametrize("attention", BACKENDS)
-def test_logits_equal_transformers(made: tuple[Any, Path], attention: str) -> None:
+@pytest.mark.parametrize(("attention", "device"), PLACES)
+def test_logits_equal_transformers(made: tuple[Any, Path], attention: str, device: str) -> None:
     model, folder = made
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([TOKENS])).logits[0]
     assert expected.std() > 0.3  # logits that are all alike would prove nothing
-    loaded = load(folder, on(attention))
+    loaded = load(folder, on(attention, device=device))
     for splits in ([70], [1, 2, 16, 33, 70]):
         torch.testing.assert_close(logits_of(loaded, TOKENS, splits, TABLE), expected, atol=3e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("attention", BACKENDS)
-def test_greedy_ids_equal_transformers(made: tuple[Any, Path], attention: str) -> None:
+@pytest.mark.parametrize(("attention", "device"), PLACES)
+def test_greedy_ids_equal_transformers(made: tuple[Any, Path], attention: str, device: str) -> None:
     """Several prompts at once in a small pool: chunks, mixed steps, copies and recomputes on the way."""
     _, folder = made
     prompts = [TOKENS[start : start + length] for start in (0, 9, 30) for length in (14, 30)]
     cases = oracle.greedy(folder, prompts, 24)
-    bench = Bench(folder, on(attention, blocks=8, max_chunk_tokens=16))
+    bench = Bench(folder, on(attention, device=device, blocks=8, max_chunk_tokens=16))
     requests = [Generate(str(index), case.prompt, 24, GREEDY) for index, case in enumerate(cases)]
     assert sum(len(case.expected) for case in cases) >= 120
     for finished, case in zip(bench.run(requests, stagger=1), cases, strict=True):
@@ -111,7 +112,7 @@ def test_what_biases_and_norms_are_there_shows_in_the_weights(tmp_path: Path) ->
         )
 
 
-@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize("attention", ["reference", "batched", "native"])
 @pytest.mark.parametrize(
     ("family", "changes"),
     [("mistral", {}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16})],

@@ -61,8 +61,10 @@ def test_rows_are_laid_out_in_plan_order_without_padding() -> None:
     assert batch.positions.tolist() == [4, 2, 3, 4, 5, 6]
     assert batch.slots.tolist() == [4, 10, 11, 20, 21, 22]
     assert (batch.query_lens, batch.starts, batch.context_lens) == ([1, 5], [0, 1], [5, 7])
-    assert (batch.logit_rows, batch.sampler_rows) == ([0, 5], [0, 1, 1])
-    assert batch.samplers == [first, second, third]
+    assert batch.rows.tolist() == [0, 5]
+    assert (batch.layout.logit_rows, batch.layout.sampler_rows) == ([0, 5], [0, 1, 1])
+    assert batch.layout.samplers == [first, second, third]
+    assert not batch.layout.decodes_only
     assert batch.token_slots(1, 5).tolist() == [8, 9, 10, 11, 20]
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from workers.model.attention.base import Attend, AttentionBackend, AttentionShape, backend
+from workers.model.attention.base import Attend, AttentionBackend, AttentionShape, Chosen, backend, choose
 
-__all__ = ["Attend", "AttentionBackend", "AttentionShape", "backend"]
+__all__ = ["Attend", "AttentionBackend", "AttentionShape", "Chosen", "backend", "choose"]

@@ -10,6 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from workers.model.batch import Batch
@@ -18,11 +19,12 @@ from workers.model.kv_cache import KvCache
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes that do not change while the worker lives."""
+    """What does not change while the worker lives."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    dtype: torch.dtype = torch.float32
 
     @property
     def group(self) -> int:
@@ -71,16 +73,50 @@ class Attend:
 
 
 BACKENDS = {
-    "reference": "workers.model.attention.reference:ReferenceAttention",
+    "flashinfer": "workers.model.attention.paged_flashinfer:FlashInferAttention",
+    "triton": "workers.model.attention.paged_triton:TritonAttention",
     "batched": "workers.model.attention.batched:BatchedAttention",
+    "reference": "workers.model.attention.reference:ReferenceAttention",
 }
-AUTO = "batched"
+AUTO = {"cuda": ("flashinfer", "triton", "batched"), "cpu": ("batched",)}
+"""What ``auto`` tries, the fastest first."""
 
 
-def backend(name: str, shape: AttentionShape) -> AttentionBackend:
-    """Make the backend ``engine.attention`` names; ``auto`` takes the fastest that runs here. Raises ValueError."""
-    target = BACKENDS.get(AUTO if name == "auto" else name)
-    if target is None:
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A backend, and why each that ``auto`` would rather have taken cannot run here."""
+
+    backend: AttentionBackend
+    passed_over: tuple[str, ...] = ()
+
+
+def choose(name: str, shape: AttentionShape, device: torch.device) -> Chosen:
+    """Make the backend that ``engine.attention`` names; ``auto`` takes the fastest that runs here.
+
+    Raises ValueError for an unknown name, and for a named one that cannot run here.
+    """
+    if name != "auto" and name not in BACKENDS:
         raise ValueError(f"engine.attention={name!r} is not one of auto, {', '.join(BACKENDS)}")
-    module, _, attribute = target.partition(":")
-    return cast(AttentionBackend, getattr(importlib.import_module(module), attribute)(shape))
+    passed: list[str] = []
+    for one in AUTO.get(device.type, ("batched",)) if name == "auto" else (name,):
+        found = _load(one, shape, device)
+        if not isinstance(found, str):
+            return Chosen(found, tuple(passed))
+        passed.append(f"{one}: {found}")
+    raise ValueError(f"engine.attention={name} cannot be used ({'; '.join(passed)}); auto takes what runs")
+
+
+def backend(name: str, shape: AttentionShape, device: torch.device | None = None) -> AttentionBackend:
+    """``choose`` without the reasons; on a CPU unless told otherwise."""
+    return choose(name, shape, device or torch.device("cpu")).backend
+
+
+def _load(name: str, shape: AttentionShape, device: torch.device) -> AttentionBackend | str:
+    module, _, attribute = BACKENDS[name].partition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)
+        reason = made.unsupported(shape, device) if hasattr(made, "unsupported") else None
+        return reason or cast(AttentionBackend, made(shape))
+    except ImportError as error:
+        missing = error.name or str(error)
+        return f"{missing} is not installed (pip install 'forebay[gpu]')"
