@@ -56,7 +56,7 @@ class CudaRecorder:
 
     def __call__(self, compute: Compute) -> tuple[Callable[[], None], Tensor]:
         """Run twice beside the stream (libraries set themselves up, kernels compile), then record."""
-        aside = torch.cuda.Stream(self._device)
+        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(aside):
             for _ in range(2):

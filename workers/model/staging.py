@@ -24,9 +24,9 @@ def ship(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
         return [torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64).reshape(-1)) for array in arrays]
     sizes = [-(-array.size // ALIGN) * ALIGN for array in arrays]
     host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
-    filled, begin = host.numpy(), 0
-    for array, size in zip(arrays, sizes, strict=True):
+    filled = host.numpy()
+    begins = [sum(sizes[:index]) for index in range(len(sizes))]
+    for array, begin in zip(arrays, begins, strict=True):
         filled[begin : begin + array.size] = array.reshape(-1)
-        begin += size
-    parts = host.to(device, non_blocking=True).split(sizes)
-    return [part[: array.size] for part, array in zip(parts, arrays, strict=True)]
+    there = host.to(device, non_blocking=True)
+    return [there[begin : begin + array.size] for array, begin in zip(arrays, begins, strict=True)]

@@ -167,11 +167,13 @@ class FlashInferAttention:
     ) -> Tensor:
         """As ``AttentionBackend.attend``."""
         queries, pages, front = queries.contiguous(), cache.pages(layer), step.decodes
+        decode: Any = step.decode
+        prompt: Any = step.prompt
         parts = []
         if front:
-            parts.append(step.decode.run(queries[:front], pages))
+            parts.append(decode.run(queries[:front], pages))
         if front < len(queries):
-            parts.append(step.prompt.run(queries[front:], pages))
+            parts.append(prompt.run(queries[front:], pages))
         found: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         return found.view(len(queries), -1)
 

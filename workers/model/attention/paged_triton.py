@@ -38,7 +38,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """In the interpreter products are computed in fp32: it knows no bfloat16 ones."""
 
 
-@triton.jit(do_not_specialize=["table_width"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table_width"])  # type: ignore[untyped-decorator, no-untyped-def]
 def _attend(
     queries,
     output,
@@ -62,7 +62,7 @@ def _attend(
     ROWS: tl.constexpr,  # noqa: N803
     WALK: tl.constexpr,  # noqa: N803
     WIDE: tl.constexpr,  # noqa: N803
-):  # type: ignore[no-untyped-def]
+):
     """Grid: (tiles, key heads). Line m of a tile is query head m % GROUP of the tile's token m // GROUP."""
     tile, key_head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tile_sequence + tile)
