@@ -38,8 +38,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """In the interpreter products are computed in fp32: it knows no bfloat16 ones."""
 
 
-@triton.jit(do_not_specialize=["table_width"])  # type: ignore[untyped-decorator, no-untyped-def]
-def _attend(
+@triton.jit(do_not_specialize=["table_width"])  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
     queries,
     output,
     keys,
