@@ -65,6 +65,10 @@ class EngineConfig(StrictScalars):
     """False recomputes everything every step (no KV cache), for comparison only."""
     threads: int | None = Field(None, ge=1)
     """Compute threads; None = one per core."""
+    cores: str | None = Field(None, pattern=r"^\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*$")
+    """Cores that the worker is bound to, as ``0-3,8``; None = any. For several workers on one machine."""
+    allocator: Literal["auto", "system", "tcmalloc", "jemalloc"] = "auto"
+    """Memory allocator that a local launcher preloads; ``auto``: tcmalloc or jemalloc where one is installed."""
     seed: int = 0
 
 

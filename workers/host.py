@@ -1,8 +1,8 @@
 """What a worker process takes from its machine: allocator, cores, OpenMP's settings. Chosen before torch is loaded.
 
 Rules
-- The allocator is the launcher's choice, since a library can only be preloaded into a process that is not there yet: tcmalloc
-  or jemalloc where one is installed. A worker started by hand has the one that its ``LD_PRELOAD`` names.
+- The allocator is the launcher's choice, since a library can only be preloaded into a process that is not there yet:
+  tcmalloc or jemalloc where one is installed. A worker started by hand has the one that its ``LD_PRELOAD`` names.
 - Variables that the operator has set stay as they are.
 - Nothing is bound to cores unless ``engine.cores`` says so: gateway and other workers need cores too.
 """
@@ -29,9 +29,9 @@ LIBRARY_DIRS = (
 )
 
 
-def find(names: Iterable[str] = ALLOCATORS, dirs: Iterable[str] = LIBRARY_DIRS) -> tuple[str, Path] | None:
+def find(names: Iterable[str] = ALLOCATORS, dirs: Iterable[str] | None = None) -> tuple[str, Path] | None:
     """The first of the allocators ``names`` that is installed: (name, library)."""
-    places = [Path(folder) for folder in dirs]
+    places = [Path(folder) for folder in (LIBRARY_DIRS if dirs is None else dirs)]
     for name in names:
         for folder in places:
             for library in ALLOCATORS[name]:
@@ -40,7 +40,7 @@ def find(names: Iterable[str] = ALLOCATORS, dirs: Iterable[str] = LIBRARY_DIRS) 
     return None
 
 
-def preload(choice: str, env: Mapping[str, str], dirs: Iterable[str] = LIBRARY_DIRS) -> dict[str, str]:
+def preload(choice: str, env: Mapping[str, str], dirs: Iterable[str] | None = None) -> dict[str, str]:
     """``LD_PRELOAD`` for a worker with ``engine.allocator``; nothing where ``env`` names an allocator already.
 
     Raises ValueError for a named one that is not installed.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from workers import lifeline, log
+from workers import host, lifeline, log
 from workers.config import MEAN_REQUEST_TOKENS
 from workers.grammar import Vocabulary
 from workers.grammar_desk import GrammarDesk
@@ -66,8 +66,11 @@ def run(options: WorkerOptions) -> int:
         return 2
     _log_uncaught()
     sys.setswitchinterval(SWITCH_S)
-    # Read by OpenMP when torch is loaded. Spinning at each barrier, steps took twelve times as long on a busy machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        logger.info("worker_host", **host.settle(options.engine))
+    except ValueError as error:
+        logger.error("worker_start_failed", source=options.source, detail=str(error))
+        return 1
     return asyncio.run(_run(options))
 
 
