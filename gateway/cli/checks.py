@@ -44,7 +44,7 @@ class Finding:
 
 def everything(config: str | None) -> list[Finding]:
     """All findings, in the order a reader wants them. ``config`` None means the demo."""
-    findings = [*versions(), *import_names(), *devices(), *compiler(), *cache()]
+    findings = [*versions(), *import_names(), *devices(), *compiler(), *allocator(), *cache()]
     from gateway.cli.loading import load_config
 
     try:
@@ -142,6 +142,17 @@ def compiler() -> Iterator[Finding]:
         yield Finding("fail", "native kernel", f"{error}; remove {build.place_of(found)} to have it built anew")
     else:
         yield Finding("ok", "native kernel", f"{kernel.fb_isa().decode()} ({flags}), {build.place_of(found)}")
+
+
+def allocator() -> Iterator[Finding]:
+    """tcmalloc or jemalloc, which local workers are started with where one is installed."""
+    from workers import host  # no torch
+
+    found = host.find()
+    if found is None:
+        yield Finding("note", "allocator", "the system's; workers take tcmalloc or jemalloc where one is installed")
+    else:
+        yield Finding("ok", "allocator", f"{found[0]} ({found[1]}), preloaded into local workers")
 
 
 def cache() -> Iterator[Finding]:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import msgspec
 
+from workers.host import preload
 from workers.launchers.base import LaunchContext, LaunchError, LogSink, WorkerExit, WorkerProcess, WorkerSpec
 
 MAX_LINE = 16 * 1024
@@ -67,7 +68,7 @@ class LocalLauncher:
                     stderr=asyncio.subprocess.PIPE,
                     start_new_session=True,
                     limit=MAX_LINE,
-                    env={**harmless({**os.environ, **self._env}), **spec.env},
+                    env=self._environment(spec),
                 )
             except OSError as error:
                 raise LaunchError(f"cannot start {self._command[0]}: {error.strerror}") from error
@@ -82,6 +83,14 @@ class LocalLauncher:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return worker
+
+    def _environment(self, spec: WorkerSpec) -> dict[str, str]:
+        """What the child inherits, with the allocator that ``engine.allocator`` asks for. Raises LaunchError."""
+        env = {**harmless({**os.environ, **self._env}), **spec.env}
+        try:
+            return {**env, **preload(spec.engine.allocator, env)}
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
 
 
 def to_stderr(worker: str, line: str) -> None:
