@@ -87,18 +87,17 @@ def settle(engine: EngineConfig, env: MutableMapping[str, str] = os.environ) -> 
     """
     if engine.cores is not None:
         _bind(engine.cores)
-    threads = engine.threads or len(_cores())
     wanted = {
         # Spinning at each barrier, steps took twelve times as long on a busy machine.
         "OMP_WAIT_POLICY": "PASSIVE",
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(engine.threads or len(_cores())),
     }
     if engine.cores is not None:
         wanted |= {"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}
     for name, value in wanted.items():
         env.setdefault(name, value)
     shown = {name.lower(): env[name] for name in wanted}
-    return {"allocator": loaded_allocator(), "threads": threads, "cores": _text(_cores()), **shown}
+    return {"allocator": loaded_allocator(), "threads": engine.threads, "cores": _text(_cores()), **shown}
 
 
 def _bind(text: str) -> None:

@@ -96,7 +96,7 @@ def test_a_worker_is_bound_before_anything_starts() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SHOW + code], env=env, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.strip() == f"{core} 1 1 close [{core}] False"
+    assert done.stdout.strip() == f"{core} None 1 close [{core}] False"
 
 
 def test_variables_that_are_set_stay() -> None:
