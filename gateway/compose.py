@@ -41,18 +41,20 @@ from gateway.report import Reporter
 from gateway.request_log import RequestLog
 from gateway.runtime import Runtime
 from gateway.service import Gateway, Parts
-from gateway.settings import Model, Settings
+from gateway.settings import Launch, Model, Settings
 from gateway.settings import Pool as PoolConfig
 from gateway.state.folder import folder
 from gateway.state.records import KeyDirectory
 from gateway.state.registrar import Registrar
 from gateway.telemetry import Telemetry, setup
 from gateway.tenants import Tenants
+from gateway.tls import Certificates
 from gateway.worker_slot import SlotOptions
 from policies.manager import make_manager, tenant_from_claims
 from policies.registry import Registry
 from policies.spi import PolicyContext
 from workers.launchers.base import LaunchContext, Launcher
+from workers.rpc import TlsFiles
 
 SECRET_ENV = "FOREBAY_SERVER_SECRET"  # noqa: S105 - the variable's name
 """Keys the cache scopes. Replicas that share workers need the same; without it every start makes its own."""
@@ -82,6 +84,7 @@ def build(
     secret = env.get(SECRET_ENV, "").encode() or secrets.token_bytes(32)
     keys = KeyDirectory()
     try:
+        certificates = Certificates.of(settings, base_dir)
         state = folder(settings.state, base_dir)
         admin_token(settings.admin, env)
         metrics = Metrics(settings, versions=_versions())
@@ -175,6 +178,7 @@ def build(
         recent=recent,
         history=History(metrics, tenants, dispatchers, recent),
         registrar=registrar,
+        certificates=certificates,
         secret=secret,
     )
     return Gateway(settings, parts, base_dir=base_dir, config_path=config_path, env=env)
@@ -200,7 +204,7 @@ def _pool(
         model.name,
         model.source or "",
         config,
-        _launcher(config, registry, env),
+        _launcher(config, registry, env, base_dir),
         dispatcher,
         options=SlotOptions(step_stall_s=settings.timeouts.step_stall_s),
         tokenizer_sha256=lambda: handle.files.tokenizer_sha256 if handle.files is not None else None,
@@ -209,7 +213,7 @@ def _pool(
     )
 
 
-def _launcher(config: PoolConfig, registry: Registry, env: Mapping[str, str]) -> Launcher:
+def _launcher(config: PoolConfig, registry: Registry, env: Mapping[str, str], base_dir: Path) -> Launcher:
     """Import what the launcher's spec names and call it with the pool's ``launch:`` block."""
     launch = config.launch
     module, _, attribute = registry.launcher(launch.use).target.partition(":")
@@ -218,11 +222,19 @@ def _launcher(config: PoolConfig, registry: Registry, env: Mapping[str, str]) ->
         count=launch.count,
         addresses=launch.addresses,
         secret_env=launch.secret_env,
+        tls=_worker_tls(launch, base_dir),
         config=registry.validate_launcher(launch.use, launch.with_),
         env=env,
         log=_relay,
     )
     return cast(Launcher, make(context))
+
+
+def _worker_tls(launch: Launch, base_dir: Path) -> TlsFiles | None:
+    if launch.tls is None:
+        return None
+    ca, cert, key = (base_dir / Path(name).expanduser() for name in (launch.tls.ca, launch.tls.cert, launch.tls.key))
+    return TlsFiles(ca, cert, key, launch.tls.server_name)
 
 
 def _request_log(settings: Settings, base_dir: Path) -> RequestLog | None:

@@ -39,6 +39,7 @@ from gateway.state.overlay import combined
 from gateway.state.registrar import Registrar
 from gateway.telemetry import Telemetry
 from gateway.tenants import Tenants
+from gateway.tls import Certificates
 from policies.registry import Registry
 from policies.spi import KINDS, Kind
 from workers.model_store import Progress
@@ -71,6 +72,7 @@ class Parts:
     recent: RecentRequests
     history: History
     registrar: Registrar
+    certificates: Certificates
     secret: bytes = field(repr=False)
     """Signs receipts; never shown."""
 
@@ -131,6 +133,7 @@ class Gateway:
         await self.parts.runtime.start()
         self._spawn("loop lag", self.parts.metrics.watch_loop())
         self._spawn("history", self.parts.history.run())
+        self._spawn("certificates", self.parts.certificates.watch())
         for model in self.parts.models:
             self._spawn(f"load {model.name}", self._load(model))
         for pool in self.parts.pools:
@@ -164,6 +167,7 @@ class Gateway:
             others = [path for path in done.changed if not path.startswith("policies.")]
             done = replace(done, changed=(*(f"policies.{kind}" for kind in changes), *others))
             self._apply(in_force(self.settings, settings))
+            await self.parts.certificates.renew()
         _log.info("reloaded", changed=len(done.changed), policies=sorted(changes), tenants=len(settings.tenants))
         await self.parts.registrar.record(Event(actor, "config.reload", "config", after=done.as_json()))
         if done.needs_restart:

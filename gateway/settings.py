@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from gateway.settings_base import Mistake, Path, Section, refuse
 from gateway.settings_quota import KeyLimits, LimitsConfig, Organisation, Prices, SharedLimits, unknown_models
+from gateway.settings_tls import LaunchTls, Tls
 from workers import collector
 from workers.config import EngineConfig
 
@@ -25,6 +26,8 @@ class Listen(Section):
     """0 picks a free port; the start banner prints it."""
     max_body_bytes: int = Field(4 * 2**20, ge=1024)
     max_connections: int = Field(10_000, ge=1)
+    tls: Tls | None = None
+    """null: HTTP without encryption."""
 
 
 class Admin(Section):
@@ -33,6 +36,8 @@ class Admin(Section):
     host: str = "127.0.0.1"
     port: int = Field(8081, ge=0, le=65535)
     token_env: str | None = "FOREBAY_ADMIN_TOKEN"  # noqa: S105 - the variable's name
+    tls: Tls | None = None
+    """null: HTTP without encryption."""
 
 
 class State(Section):
@@ -148,6 +153,8 @@ class Launch(Section):
     addresses: tuple[str, ...] = ()
     secret_env: str | None = None
     """Variable with the secret that a static worker expects from its gateway."""
+    tls: LaunchTls | None = None
+    """Mutual TLS with static workers; null: the connection is not encrypted."""
 
 
 class Pool(Section):

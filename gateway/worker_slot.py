@@ -20,7 +20,7 @@ from functools import partial
 
 from gateway.log import get
 from gateway.worker_handle import LossKind, PoolListener, WorkerHandle, WorkerLoss, WorkerState
-from workers.launchers.base import Launcher, LaunchError, WorkerExit, WorkerProcess, WorkerSpec
+from workers.launchers.base import Launcher, LaunchError, SecuredProcess, WorkerExit, WorkerProcess, WorkerSpec
 from workers.protocol import PROTOCOL, Hello, Purged, StepOutputs
 from workers.rpc import SessionError, WorkerClient
 
@@ -28,6 +28,7 @@ log = get("pool")
 
 _KINDS = {
     "unauthenticated": LossKind.REFUSED,
+    "tls": LossKind.REFUSED,
     "aborted": LossKind.REPLACED,
     "protocol": LossKind.PROTOCOL,
     "invalid_argument": LossKind.PROTOCOL,
@@ -133,7 +134,8 @@ class WorkerSlot:
             log.error("launcher_failed", worker=self._spec.name, exc_info=error)
             return self._lost(handle, WorkerLoss(LossKind.START_FAILED, type(error).__name__))
         self.address, self.foreign = process.address, process.pid is None
-        client = WorkerClient(process.address, process.secret)
+        tls = process.tls if isinstance(process, SecuredProcess) else None
+        client = WorkerClient(process.address, process.secret, tls=tls)
         session = asyncio.create_task(self._converse(handle, client))
         exit_ = asyncio.create_task(process.wait())
         watch = asyncio.create_task(self._watch(handle))

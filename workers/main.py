@@ -83,6 +83,7 @@ async def _run(options: WorkerOptions) -> int:
         station = Station(
             options.address,
             secret=options.secret,
+            tls=options.tls_files,
             name=options.name,
             model=options.model,
             config=options.engine,

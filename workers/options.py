@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from workers.config import EngineConfig
+from workers.rpc.tls import TlsFiles
 
 MAX_SPEC_LINE = 2**20
 
@@ -30,6 +31,10 @@ class WorkerOptions(BaseModel):
     """Where to listen: ``unix:/path`` or ``host:port`` (port 0 picks one)."""
     secret: str | None = Field(None, min_length=16)
     """What the gateway has to show. None only for a socket in a directory of mode 0700."""
+    tls_cert: Path | None = None
+    """This worker's certificate; with ``tls_key`` and ``tls_ca`` only gateways with one of the latter are talked to."""
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
     parent_pid: int | None = None
     """Die with this process; None for a worker that stands alone."""
     stdin_lifeline: bool = False
@@ -45,6 +50,22 @@ class WorkerOptions(BaseModel):
     metrics_port: int = Field(0, ge=0, le=65535)
     """0 picks a free port; it is in the log and in Hello."""
 
+    @model_validator(mode="after")
+    def _whole_tls(self) -> WorkerOptions:
+        given = [self.tls_cert, self.tls_key, self.tls_ca]
+        if any(given) and not all(given):
+            raise ValueError("give --tls-cert, --tls-key and --tls-ca together, or none of them")
+        if any(given) and self.address.startswith("unix:"):
+            raise ValueError("a UNIX socket takes no TLS: leave --tls-cert, --tls-key and --tls-ca out")
+        return self
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """What the port speaks TLS with."""
+        if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
+            return None
+        return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
+
 
 class OptionsError(ValueError):
     """The options are wrong; the text names the option, its value's fault and the remedy."""
@@ -59,6 +80,9 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ, stdin: Binar
     values: dict[str, object] = {
         "address": arguments.listen,
         "secret": secret,
+        "tls_cert": arguments.tls_cert,
+        "tls_key": arguments.tls_key,
+        "tls_ca": arguments.tls_ca,
         "name": arguments.name,
         "model": arguments.model or arguments.source,
         "source": arguments.source,
@@ -99,6 +123,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--secret-env", default="FOREBAY_WORKER_SECRET", metavar="NAME", help="variable with the gateway's secret"
     )
+    made.add_argument("--tls-cert", metavar="FILE", help="this worker's certificate (PEM): the port then speaks TLS")
+    made.add_argument("--tls-key", metavar="FILE", help="its private key")
+    made.add_argument("--tls-ca", metavar="FILE", help="who signs the gateway's certificate: nobody else gets in")
     made.add_argument("--drain-s", type=float, default=30.0, help="seconds that SIGTERM waits for running requests")
     made.add_argument("--metrics-host", default="127.0.0.1", help="where Prometheus metrics are served")
     made.add_argument("--metrics-port", type=int, default=0, help="0 picks a free port")

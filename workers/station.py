@@ -23,7 +23,7 @@ from workers.engine.record import SequenceRecord, StepRecord
 from workers.log import get
 from workers.metrics import Sources, WorkerMetrics
 from workers.protocol import PROTOCOL, Down, Drain, Hello, Keep, StepOutputs, WorkerStats
-from workers.rpc import WorkerServer
+from workers.rpc import TlsFiles, WorkerServer
 from workers.tracing import WorkerTelemetry
 from workers.tracing import setup as setup_tracing
 
@@ -63,6 +63,7 @@ class Station:
         address: str,
         *,
         secret: str | None,
+        tls: TlsFiles | None = None,
         name: str,
         model: str,
         config: EngineConfig,
@@ -71,7 +72,7 @@ class Station:
         env: Mapping[str, str] = os.environ,
     ) -> None:
         """Raises ValueError where the port would be open to anybody."""
-        self.server = WorkerServer(address, self._deliver, secret=secret)
+        self.server = WorkerServer(address, self._deliver, secret=secret, tls=tls)
         self.name = name
         self.model = model
         self.drained = asyncio.Event()

@@ -119,7 +119,12 @@ class EchoStation(Station):
 async def serve(settings: options.WorkerOptions, echo: Echo) -> int:
     """Run an echo worker until SIGTERM. Returns the exit code."""
     station = EchoStation(
-        settings.address, secret=settings.secret, name=settings.name, model=settings.model, config=settings.engine
+        settings.address,
+        secret=settings.secret,
+        tls=settings.tls_files,
+        name=settings.name,
+        model=settings.model,
+        config=settings.engine,
     )
     station.fail_with = echo.fail_with
     stop = asyncio.Event()

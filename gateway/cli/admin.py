@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import ssl
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gateway.cli.output import UserError
@@ -20,22 +23,26 @@ class AdminClient:
 
     url: str
     token: str | None = None
+    certificate: Path | None = None
+    """The listener's own, to be trusted besides the system's authorities."""
 
     @classmethod
     def of(cls, url: str | None, config: str | None) -> AdminClient:
         """From ``--url``, else from a configuration's ``admin:`` section; the token from the variable that names."""
         from gateway.cli.loading import load_config
 
-        admin = load_config(config).settings.admin
+        loaded = load_config(config)
+        admin = loaded.settings.admin
+        certificate = loaded.base_dir / Path(admin.tls.cert).expanduser() if admin.tls is not None else None
         token = os.environ.get(admin.token_env) if admin.token_env else None
         if url is None:
             if admin.port == 0:
                 raise UserError("admin.port is 0, so only the gateway knows its port. Give --url.", code=2)
             host = f"[{admin.host}]" if ":" in admin.host else admin.host
-            url = f"http://{host}:{admin.port}"
+            url = f"{'http' if admin.tls is None else 'https'}://{host}:{admin.port}"
         elif not url.startswith(("http://", "https://")):
             raise UserError(f"--url: {url!r} is not an http:// or https:// address.", code=2)
-        return cls(url.rstrip("/"), token)
+        return cls(url.rstrip("/"), token, certificate)
 
     def get(self, path: str) -> Any:
         """GET; the parsed answer. Raises UserError as ``post`` does."""
@@ -55,7 +62,7 @@ class AdminClient:
             headers["authorization"] = f"Bearer {self.token}"
         request = urllib.request.Request(self.url + path, body, headers, method=method)  # noqa: S310 - checked above
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self._tls()) as answer:  # noqa: S310
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             raise UserError(_said(error)) from None
@@ -63,6 +70,15 @@ class AdminClient:
             reason = getattr(error, "reason", error)
             remedy = "Is it running, and is this its admin URL?"
             raise UserError(f"No gateway answers at {self.url} ({reason}). {remedy}") from None
+
+    def _tls(self) -> ssl.SSLContext | None:
+        if not self.url.startswith("https://"):
+            return None
+        context = ssl.create_default_context()
+        if self.certificate is not None:
+            with contextlib.suppress(OSError):  # not this machine's: the system's authorities have to do
+                context.load_verify_locations(self.certificate)
+        return context
 
 
 def _said(error: urllib.error.HTTPError) -> str:

@@ -219,10 +219,8 @@ def keys(settings: Settings) -> Iterator[Finding]:
 
 def ports(settings: Settings) -> Iterator[Finding]:
     """Are the listeners' ports free, and if not, is it Forebay that holds them?"""
-    for what, host, port in (
-        ("listen", settings.listen.host, settings.listen.port),
-        ("admin", settings.admin.host, settings.admin.port),
-    ):
+    for what, at in (("listen", settings.listen), ("admin", settings.admin)):
+        host, port = at.host, at.port
         if port == 0:
             yield Finding("ok", f"port {what}", "0: a free one is picked at start")
             continue
@@ -231,17 +229,22 @@ def ports(settings: Settings) -> Iterator[Finding]:
         try:
             bind(host, port, what).close()
         except UserError as error:
-            ours = _healthy(host, port)
+            ours = _healthy(host, port, tls=at.tls is not None)
             detail = f"{port}: a gateway is running there" if ours else str(error)
             yield Finding("note" if ours else "fail", f"port {what}", detail)
         else:
             yield Finding("ok", f"port {what}", f"{host}:{port} is free")
 
 
-def _healthy(host: str, port: int) -> bool:
+def _healthy(host: str, port: int, *, tls: bool) -> bool:
     import http.client
+    import ssl
 
-    connection = http.client.HTTPConnection(host, port, timeout=1)
+    if tls:  # whoever it is: this only tells a taken port from one of ours
+        unverified = ssl._create_unverified_context()  # noqa: S323
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(host, port, timeout=1, context=unverified)
+    else:
+        connection = http.client.HTTPConnection(host, port, timeout=1)
     try:
         connection.request("GET", "/healthz")
         return connection.getresponse().status == 200

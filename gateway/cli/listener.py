@@ -19,6 +19,7 @@ import contextlib
 import errno
 import json
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,12 +79,13 @@ def _bind_problem(error: OSError, host: str, port: int, path: str) -> str:
     return f"{path}: cannot listen on {host}:{port}: {error.strerror}"
 
 
-def url_of(bound: socket.socket) -> str:
-    """``http://host:port`` under which this machine reaches the socket."""
+def url_of(bound: socket.socket, *, tls: bool = False) -> str:
+    """``http://host:port`` under which this machine reaches the socket; ``https`` with ``tls``."""
+    scheme = "https" if tls else "http"
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -246,7 +248,13 @@ def _ended_by_close(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
 class Listener(uvicorn.Server):
     """A running listener for one application."""
 
-    def __init__(self, app: ASGIApp, bound: socket.socket, max_connections: int | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        bound: socket.socket,
+        max_connections: int | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         config = uvicorn.Config(
             self._limited(app) if max_connections else app,
             http=LimitedProtocol,
@@ -260,6 +268,8 @@ class Listener(uvicorn.Server):
             # Cut streams have had their error event by then (the gateway's drain); this only bounds slow readers.
             timeout_graceful_shutdown=2,
         )
+        config.load()
+        config.ssl = tls  # a context of ours: its certificate is renewed while the listener runs
         super().__init__(config)
         self._bound = bound
         self._max_connections = max_connections

@@ -124,15 +124,17 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
         admin_api = admin_app(gateway)
     except ValueError as error:  # BuildError, and an admin listener that would be open to the network
         raise UserError(f"{loaded.path}: {error}") from None
+    own, admins = gateway.parts.certificates.listen, gateway.parts.certificates.admin
     listeners = [
-        Listener(public_app(gateway), public, start.settings.listen.max_connections),
-        Listener(admin_api, admin),
+        Listener(public_app(gateway), public, start.settings.listen.max_connections, own.context if own else None),
+        Listener(admin_api, admin, tls=admins.context if admins else None),
     ]
+    base_url, admin_url = url_of(public, tls=own is not None), url_of(admin, tls=admins is not None)
 
     def up() -> None:
         if start.ready_file is not None:
-            _write_ready(start.ready_file, url_of(public), url_of(admin))
-        say(_banner(start, url_of(public), url_of(admin)))
+            _write_ready(start.ready_file, base_url, admin_url)
+        say(_banner(start, base_url, admin_url))
 
     def forced() -> None:
         if start.ready_file is not None:

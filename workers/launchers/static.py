@@ -1,4 +1,8 @@
-"""Workers that somebody else runs: ``launch: {use: static, addresses: [host:port, unix:/path], secret_env: NAME}``."""
+"""Workers that somebody else runs: ``launch: {use: static, addresses: [host:port, unix:/path], secret_env: NAME}``.
+
+With ``tls: {ca, cert, key}`` TCP connections are encrypted and both ends show a certificate; the secret is asked for
+all the same. UNIX sockets never leave the machine and stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 from dataclasses import dataclass
 
 from workers.launchers.base import LaunchContext, LaunchError, WorkerExit, WorkerProcess, WorkerSpec
+from workers.rpc.tls import TlsFiles, TlsFilesError
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +20,7 @@ class StaticWorker:
     address: str
     secret: str | None
     pid: int | None = None
+    tls: TlsFiles | None = None
 
     async def wait(self) -> WorkerExit:
         """Never returns: only the connection tells whether it lives."""
@@ -42,6 +48,12 @@ class StaticLauncher:
             raise LaunchError(f"launch.secret_env is missing: over TCP ({tcp[0]}) a worker wants a shared secret")
         self._addresses = context.addresses
         self._secret = secret
+        self._tls = context.tls
+        if context.tls is not None:
+            try:
+                context.tls.check()
+            except TlsFilesError as error:
+                raise LaunchError(f"launch.tls: {error}") from None
 
     async def start(self, spec: WorkerSpec) -> WorkerProcess:
         """The address of worker ``spec.index``. Raises LaunchError when there are fewer addresses than workers."""
@@ -49,7 +61,8 @@ class StaticLauncher:
             raise LaunchError(
                 f"launch.count asks for worker {spec.index + 1}, launch.addresses lists {len(self._addresses)}"
             )
-        return StaticWorker(self._addresses[spec.index], self._secret)
+        address = self._addresses[spec.index]
+        return StaticWorker(address, self._secret, tls=None if address.startswith("unix:") else self._tls)
 
 
 def _check_address(address: str) -> None:

@@ -5,8 +5,8 @@ its model is loaded; the stream waits for that), then ``StepOutputs`` and ``Purg
 
 Rules
 - The port takes only its gateway: a UNIX socket in a directory that only its owner can enter, or a shared secret in the
-  call's metadata, compared in constant time (UNAUTHENTICATED otherwise). TCP always takes a secret. The secret is not
-  encrypted on the way: across machines use a private network.
+  call's metadata, compared in constant time (UNAUTHENTICATED otherwise). TCP always takes a secret. Without TLS
+  (``tls.py``) it is not encrypted on the way; with it both ends also show a certificate.
 - One session at a time. A new one with the secret *replaces* the old, so that a restarted gateway is not locked out by
   a half-dead connection. The old one ends with ABORTED.
 - When a session ends, however it ends, every request of it is cancelled; the next session starts only when the
@@ -19,6 +19,17 @@ Rules
 
 from workers.rpc.client import WorkerClient
 from workers.rpc.server import WorkerServer
+from workers.rpc.tls import TlsFiles, TlsFilesError
 from workers.rpc.wire import MAX_FRAME, METHOD, SECRET_KEY, LinkError, SessionError
 
-__all__ = ["MAX_FRAME", "METHOD", "SECRET_KEY", "LinkError", "SessionError", "WorkerClient", "WorkerServer"]
+__all__ = [
+    "MAX_FRAME",
+    "METHOD",
+    "SECRET_KEY",
+    "LinkError",
+    "SessionError",
+    "TlsFiles",
+    "TlsFilesError",
+    "WorkerClient",
+    "WorkerServer",
+]

@@ -12,6 +12,7 @@ import grpc.aio
 import msgspec
 
 from workers.protocol import Down, Generate, Up, decode_up, encode
+from workers.rpc.tls import TlsFiles, shake_hands
 from workers.rpc.wire import (
     CLIENT_OPTIONS,
     MAX_FRAME,
@@ -31,9 +32,12 @@ class WorkerClient:
     One session per object; it belongs to the event loop.
     """
 
-    def __init__(self, address: str, secret: str | None = None, *, max_queued: int = MAX_QUEUED) -> None:
+    def __init__(
+        self, address: str, secret: str | None = None, *, tls: TlsFiles | None = None, max_queued: int = MAX_QUEUED
+    ) -> None:
         self.address = address
         self._secret = secret
+        self._tls = tls
         self._max_queued = max_queued
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
@@ -49,9 +53,9 @@ class WorkerClient:
         Waits for a worker that does not listen yet. Raises SessionError.
         """
         metadata = ((SECRET_KEY, self._secret),) if self._secret is not None else ()
-        self._channel = grpc.aio.insecure_channel(self.address, options=CLIENT_OPTIONS)
         try:
             async with asyncio.timeout(timeout_s):
+                self._channel = await self._opened()
                 await self._channel.channel_ready()
                 self._call = self._channel.stream_stream(METHOD)(metadata=metadata)
                 answer = await self._call.initial_metadata()
@@ -67,6 +71,13 @@ class WorkerClient:
             await self.close()
             raise
         self._writer = asyncio.create_task(self._write())
+
+    async def _opened(self) -> grpc.aio.Channel:
+        if self._tls is None:
+            return grpc.aio.insecure_channel(self.address, options=CLIENT_OPTIONS)
+        await shake_hands(self.address, self._tls)
+        credentials, options = await asyncio.to_thread(self._tls.for_client)
+        return grpc.aio.secure_channel(self.address, credentials, options=[*CLIENT_OPTIONS, *options])
 
     def send(self, message: Down) -> None:
         """Queue one message; never blocks. Raises LinkError, and then it was not queued.

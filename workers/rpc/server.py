@@ -17,17 +17,25 @@ import msgspec
 
 from workers.protocol import Cancel, Down, Generate, Hello, Purged, StepOutputs, decode_down, encode
 from workers.rpc.outbox import Outbox, frames
+from workers.rpc.tls import TlsFiles
 from workers.rpc.wire import MAX_FRAME, OPEN_KEY, ORPHAN_WAIT_S, SECRET_KEY, SERVER_OPTIONS, SERVICE, cancel_all
 
 
 class WorkerServer:
     """The worker's end. All methods but ``publish`` and ``purged`` belong to the event loop's thread."""
 
-    def __init__(self, address: str, on_message: Callable[[Down], None], *, secret: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        on_message: Callable[[Down], None],
+        *,
+        secret: str | None = None,
+        tls: TlsFiles | None = None,
+    ) -> None:
         """``address``: ``unix:/path`` or ``host:port`` (port 0 picks one). ``on_message`` must not block or raise.
 
-        It gets what the gateway sends, and a ``Cancel`` for every request of a session that ended.
-        Raises ValueError where the port would be open to anybody.
+        It gets what the gateway sends, and a ``Cancel`` for every request of a session that ended. ``tls``: only
+        clients with a certificate are talked to. Raises ValueError where the port would be open to anybody.
         """
         if secret is not None and not (secret and secret.isascii() and secret.isprintable()):
             raise ValueError("the worker's secret must be one or more printable ASCII characters")
@@ -36,6 +44,7 @@ class WorkerServer:
         self.address = address
         self._on_message = on_message
         self._secret = secret.encode() if secret is not None else None
+        self._tls = tls
         self._server: grpc.aio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending = asyncio.Event()
@@ -63,7 +72,10 @@ class WorkerServer:
         generic = grpc.method_handlers_generic_handler(SERVICE, handlers)  # type: ignore[no-untyped-call]
         server.add_generic_rpc_handlers((generic,))
         try:
-            port = server.add_insecure_port(self.address)
+            if self._tls is None:
+                port = server.add_insecure_port(self.address)
+            else:
+                port = server.add_secure_port(self.address, self._tls.for_server())
         except RuntimeError as error:
             raise OSError(f"cannot listen on {self.address}: in use, or not an address of this machine") from error
         if self.address.startswith("unix:"):
