@@ -51,8 +51,8 @@ def test_a_static_worker_serves_and_outlives_its_gateway(tmp_path: Path) -> None
             assert server.info["url"].startswith("https://")
             until(lambda: https.get(server.info["url"] + "/readyz").status_code == 200, "/readyz 200", 90)
             url = server.info["base_url"]
-            with openai.OpenAI(base_url=url, api_key=token("search"), http_client=https, max_retries=0) as client:
-                assert client.chat.completions.create(**QUESTION).usage is not None
+            client = openai.OpenAI(base_url=url, api_key=token("search"), http_client=https, max_retries=0)
+            assert client.chat.completions.create(**QUESTION).usage is not None
             shown = subprocess.run(
                 [sys.executable, "-m", "gateway.cli", "top", "--once", "--url", server.info["admin_url"]],
                 cwd=ROOT,
