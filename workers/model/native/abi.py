@@ -1,4 +1,4 @@
-"""The kernel's structures (``step.cpp``: FbLayer, FbModel, FbStep) for ctypes. Field order and types are the ABI."""
+"""The kernel's structures (``abi.h``: FbLayer, FbModel, FbStep) for ctypes. Field order and types are the ABI."""
 
 from __future__ import annotations
 

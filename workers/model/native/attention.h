@@ -11,149 +11,199 @@
 //   size, nor the thread count changes a bit of the result.
 // - Nothing of a lane that its sequence has not written reaches a result, be it NaN: scores of such keys are replaced,
 //   such values are not read. Only where values go in pairs is one read, and the writer of its partner zeroed it.
+// - Scores are in units of log2(e), so that their exponentials are powers of two.
+// - A decode reads its keys and values once, from memory: with each line of a group the same line of the next group is
+//   fetched into L2, at the end that of the next task. (Into L2, since L1 can wait for two dozen lines only.)
 #pragma once
+#include <algorithm>
+
 #include "vec.h"
 
 namespace fb {
 
-constexpr int kLanes = 16;    // tokens of a sub-block
-constexpr int kGroup = 64;    // tokens between two rescales
-constexpr int kSplit = 1024;  // tokens of one task
-constexpr int kQueries = 6;   // queries of a register tile
-constexpr int kMaxQueries = 64;
+constexpr int kLanes = 16;                   // tokens of a sub-block
+constexpr int kGroup = 64;                   // tokens between two rescales
+constexpr int kSubs = kGroup / kLanes;       // sub-blocks of a group
+constexpr int kSplit = 1024;                 // tokens of one task
+constexpr int kMaxQueries = 96;
 constexpr int kMaxDim = 256;
+constexpr float kLog2e = 1.44269504088896341f;
 
-// Scores of Q queries against 16 keys.
-template <class P, int Q>
-inline void score(const typename P::T* const* q, const typename P::T* k, int dim, float (*s)[kGroup], int at, float scale) {
-  V a[Q];
-  for (int i = 0; i < Q; i++) a[i] = zero();
+// Scores of Q queries against B sub-blocks of keys, prefetching as many lines of `ahead`.
+template <class P, int Q, int B>
+inline void score(const typename P::T* const* q, const typename P::T* const* k, const typename P::T* const* ahead, int dim,
+                  float (*s)[kGroup], float scale) {
+  V a[Q][B];
+  for (int i = 0; i < Q; i++)
+    for (int b = 0; b < B; b++) a[i][b] = zero();
   for (int d = 0; d < dim; d += P::K) {
-    typename P::W w = P::loadw(k + d * kLanes);
+    typename P::W w[B];
+    for (int b = 0; b < B; b++) {
+      w[b] = P::loadw(k[b] + d * kLanes);
+      prefetch_l2(ahead[b] + d * kLanes);
+    }
 #pragma GCC unroll 6
-    for (int i = 0; i < Q; i++) a[i] = P::mac(a[i], w, q[i] + d);
+    for (int i = 0; i < Q; i++)
+      for (int b = 0; b < B; b++) a[i][b] = P::mac(a[i][b], w[b], q[i] + d);
   }
-  for (int i = 0; i < Q; i++) store(s[i] + at, mul(a[i], set1(scale)));
+  for (int i = 0; i < Q; i++)
+    for (int b = 0; b < B; b++) store(s[i] + b * kLanes, mul(a[i][b], set1(scale)));
 }
 
-// acc[q][0..16*N) += p[q] * V over the first `tokens` tokens of the group (rounded up to P::K).
+// acc[q][0..16*N) += p[q] * V over the first `tokens` tokens of the group (rounded up to P::K). v: as k, values behind.
 template <class P, int Q, int N>
-inline void weigh(const typename P::T (*p)[kGroup], const typename P::T* const* v, int tokens, int dim, int d0,
-                  float (*acc)[kMaxDim]) {
+inline void weigh(const typename P::T (*p)[kGroup], const typename P::T* const* v, const typename P::T* const* ahead,
+                  int tokens, int dim, int d0, float* acc) {
+  const long half = long(kLanes) * dim;
   V a[Q][N];
   for (int i = 0; i < Q; i++)
-    for (int n = 0; n < N; n++) a[i][n] = load(acc[i] + d0 + 16 * n);
+    for (int n = 0; n < N; n++) a[i][n] = load(acc + i * dim + d0 + 16 * n);
   for (int b = 0; b * kLanes < tokens; b++) {
     const int lanes = tokens - b * kLanes < kLanes ? tokens - b * kLanes : kLanes;
     for (int t = 0; t < lanes; t += P::K) {
-      const typename P::T* row = v[b] + t * dim + d0 * P::K;
+      const long at = long(t) * dim + d0 * P::K;
       typename P::W w[N];
-      for (int n = 0; n < N; n++) w[n] = P::loadw(row + 16 * n * P::K);
+      for (int n = 0; n < N; n++) {
+        w[n] = P::loadw(v[b] + half + at + 16 * n * P::K);
+        prefetch_l2(ahead[b] + half + at + 16 * n * P::K);
+      }
 #pragma GCC unroll 6
       for (int i = 0; i < Q; i++)
         for (int n = 0; n < N; n++) a[i][n] = P::mac(a[i][n], w[n], p[i] + b * kLanes + t);
     }
   }
   for (int i = 0; i < Q; i++)
-    for (int n = 0; n < N; n++) store(acc[i] + d0 + 16 * n, a[i][n]);
+    for (int n = 0; n < N; n++) store(acc + i * dim + d0 + 16 * n, a[i][n]);
 }
 
+// All scores of up to Q queries: as many sub-blocks at a time as registers hold.
 template <class P, int Q>
-inline void scores(int n, const typename P::T* const* q, const typename P::T* k, int dim, float (*s)[kGroup], int at,
-                   float scale) {
+inline void scores(int n, const typename P::T* const* q, const typename P::T* const* k, const typename P::T* const* ahead,
+                   int subs, int dim, float (*s)[kGroup], float scale) {
   if constexpr (Q > 0) {
-    if (n == Q)
-      score<P, Q>(q, k, dim, s, at, scale);
-    else
-      scores<P, Q - 1>(n, q, k, dim, s, at, scale);
+    if (n != Q) return scores<P, Q - 1>(n, q, k, ahead, subs, dim, s, scale);
+    int b = 0;
+    for (; b + kWide <= subs; b += kWide)
+      score<P, Q, kWide>(q, k + b, ahead + b, dim, (float(*)[kGroup])(s[0] + b * kLanes), scale);
+    for (; b < subs; b++) score<P, Q, 1>(q, k + b, ahead + b, dim, (float(*)[kGroup])(s[0] + b * kLanes), scale);
   }
 }
 
 template <class P, int Q>
-inline void weighs(int n, const typename P::T (*p)[kGroup], const typename P::T* const* v, int tokens, int dim,
-                   float (*acc)[kMaxDim]) {
+inline void weighs(int n, const typename P::T (*p)[kGroup], const typename P::T* const* v, const typename P::T* const* ahead,
+                   int tokens, int dim, float* acc) {
   if constexpr (Q > 0) {
-    if (n != Q) return weighs<P, Q - 1>(n, p, v, tokens, dim, acc);
+    if (n != Q) return weighs<P, Q - 1>(n, p, v, ahead, tokens, dim, acc);
     int d = 0;
-    for (; d + 64 <= dim; d += 64) weigh<P, Q, 4>(p, v, tokens, dim, d, acc);
-    for (; d < dim; d += 16) weigh<P, Q, 1>(p, v, tokens, dim, d, acc);
+    for (; d + 16 * kWide <= dim; d += 16 * kWide) weigh<P, Q, kWide>(p, v, ahead, tokens, dim, d, acc);
+    for (; d < dim; d += 16) weigh<P, Q, 1>(p, v, ahead, tokens, dim, d, acc);
   }
 }
 
-// One KV head, up to kMaxQueries queries (rows x heads of the group), tokens [from, to) of one sequence.
-// position[i] is query i's; acc/m/l are its running numerator, maximum and denominator.
+// Where a sequence's keys and values lie.
+template <class P>
+struct Context {
+  const typename P::T* cache;
+  const int* table;
+  int subs_per_block, kv_heads, head, dim;
+
+  // Keys of head + `h` in the sub-blocks of the group that begins at token `base` and ends before `to`.
+  void keys(int h, int base, int to, const typename P::T** k) const {
+    for (int b = 0; b < kSubs && base + b * kLanes < to; b++) {
+      const int sub = base / kLanes + b;
+      const long at = long(table[sub / subs_per_block]) * subs_per_block + sub % subs_per_block;
+      k[b] = cache + (at * kv_heads + head + h) * 2 * kLanes * dim;
+    }
+  }
+};
+
+// Some KV heads, `n` queries of each (rows x heads of the group, in order of position), at most kMaxQueries in all, and
+// tokens [from, to) of one sequence. Heads lie side by side in the cache, so several of one group of tokens are read in
+// longer stretches than one. position[i] is query i's; acc/m/l are its running numerator, maximum and denominator (in
+// 16 lanes).
 template <class P>
 struct Tile {
-  int n = 0;
-  const typename P::T* q[kMaxQueries];
+  typedef typename P::T T;
+  int heads = 0, n = 0;
+  const T* q[kMaxQueries];  // [head][query]
   int position[kMaxQueries];
-  float m[kMaxQueries], l[kMaxQueries];
-  alignas(64) float acc[kMaxQueries][kMaxDim];
-  alignas(64) float s[kMaxQueries][kGroup];
-  alignas(64) typename P::T p[kMaxQueries][kGroup];
+  float m[kMaxQueries];
+  alignas(64) float l[kMaxQueries][16];
+  alignas(64) float acc[kMaxQueries * kMaxDim];  // [query][dim]
+  alignas(64) float s[kQueries][kGroup];
+  alignas(64) T p[kQueries][kGroup];
 
-  void run(const typename P::T* cache, const int* table, int subs_per_block, int kv_heads, int head, int dim, float scale,
-           int window, float softcap, int from, int to) {
-    typedef typename P::T T;
-    const long half = long(kLanes) * dim;
-    for (int i = 0; i < n; i++) {
+  // `next`: what this thread is likely to read afterwards; nothing when its tokens [from, to) are none.
+  void run(const Context<P>& c, float scale, int window, float softcap, int from, int to, const Context<P>& next,
+           int next_from, int next_to) {
+    for (int i = 0; i < heads * n; i++) {
       m[i] = -INFINITY;
-      l[i] = 0;
-      for (int d = 0; d < dim; d += 16) store(acc[i] + d, zero());
+      store(l[i], zero());
+      for (int d = 0; d < c.dim; d += 16) store(acc + i * c.dim + d, zero());
     }
     for (int base = from; base < to; base += kGroup) {
       const int end = base + kGroup < to ? base + kGroup : to;
-      const int subs = (end - base + kLanes - 1) / kLanes;
-      const T *k[kGroup / kLanes], *v[kGroup / kLanes];
-      for (int b = 0; b < subs; b++) {
-        const int sub = base / kLanes + b;
-        const long at = long(table[sub / subs_per_block]) * subs_per_block + sub % subs_per_block;
-        k[b] = cache + (at * kv_heads + head) * 2 * half;
-        v[b] = k[b] + half;
+      for (int h = 0; h < heads; h++) {
+        const T *k[kSubs] = {}, *ahead[kSubs];
+        c.keys(h, base, end, k);
+        std::memcpy(ahead, k, sizeof(k));
+        if (end < to)
+          c.keys(h, end, to, ahead);
+        else
+          next.keys(h, next_from, next_to, ahead);
+        for (int i = h * n; i < h * n + n; i += kQueries)
+          group(i, std::min(h * n + n - i, kQueries), base, end, k, i == h * n ? ahead : k, c.dim, scale, window, softcap);
       }
-      for (int b = 0; b < subs; b++)
-        for (int i = 0; i < n; i += kQueries)
-          scores<P, kQueries>(n - i < kQueries ? n - i : kQueries, q + i, k[b], dim, s + i, b * kLanes, scale);
-      for (int i = 0; i < n; i++) {
-        const int hi = position[i] + 1 - base, lo = window > 0 ? position[i] + 1 - window - base : 0;
-        V top = set1(-INFINITY), x[kGroup / kLanes];
-        for (int b = 0; b < subs; b++) {
-          x[b] = load(s[i] + b * kLanes);
-          if (softcap > 0) {  // cap * tanh(x / cap), tanh(u) = 1 - 2 / (e^2u + 1)
-            V e = exp(mul(x[b], set1(2.f / softcap)));
-            x[b] = mul(set1(softcap), sub(set1(1.f), div(set1(2.f), add(e, set1(1.f)))));
-          }
-          int h = hi - b * kLanes, w = lo - b * kLanes;
-          if (h < kLanes || w > 0)
-            x[b] = keep(x[b], w < 0 ? 0 : (w > kLanes ? kLanes : w), h < 0 ? 0 : (h > kLanes ? kLanes : h), set1(-INFINITY));
-          top = max(top, x[b]);
-        }
-        const float now = hmax(top), next = now > m[i] ? now : m[i];
-        if (next == -INFINITY) {  // nothing visible yet
-          for (int b = 0; b < subs; b++) P::store(p[i] + b * kLanes, zero());
-          continue;
-        }
-        if (next > m[i] && m[i] != -INFINITY) {
-          const float c = std::exp(m[i] - next);
-          l[i] *= c;
-          for (int d = 0; d < dim; d += 16) store(acc[i] + d, mul(load(acc[i] + d), set1(c)));
-        }
-        m[i] = next;
-        V sum = zero();
-        for (int b = 0; b < subs; b++) {
-          int h = hi - b * kLanes, w = lo - b * kLanes;
-          V e = exp(sub(x[b], set1(next)));
-          if (h < kLanes || w > 0)
-            e = keep(e, w < 0 ? 0 : (w > kLanes ? kLanes : w), h < 0 ? 0 : (h > kLanes ? kLanes : h), zero());
-          P::store(p[i] + b * kLanes, e);
-          sum = add(sum, e);
-        }
-        l[i] += hsum(sum);
-      }
-      for (int i = 0; i < n; i += kQueries)
-        weighs<P, kQueries>(n - i < kQueries ? n - i : kQueries, p + i, v, end - base, dim, acc + i);
     }
   }
+
+  // Queries [i, i + count) against tokens [base, end).
+  void group(int i, int count, int base, int end, const T* const* k, const T* const* ahead, int dim, float scale, int window,
+             float softcap) {
+    const int seen = std::min(position[i + count - 1] + 1, end);
+    if (seen <= base) return;  // later queries see them
+    const int subs = (seen - base + kLanes - 1) / kLanes;
+    scores<P, kQueries>(count, q + i, k, ahead, subs, dim, s, softcap > 0 ? scale : scale * kLog2e);
+    for (int j = 0; j < count; j++) soften(i + j, j, base, subs, window, softcap, dim);
+    weighs<P, kQueries>(count, p, k, ahead, seen - base, dim, acc + long(i) * dim);
+  }
+
+  // Turns query i's scores s[j] into weights p[j] and keeps its maximum and denominator.
+  void soften(int i, int j, int base, int subs, int window, float softcap, int dim) {
+    const int hi = position[i] + 1 - base, lo = window > 0 ? position[i] + 1 - window - base : 0;
+    const bool whole = hi >= subs * kLanes && lo <= 0;
+    V top = set1(-INFINITY), x[kSubs];
+    for (int b = 0; b < subs; b++) {
+      x[b] = load(s[j] + b * kLanes);
+      if (softcap > 0) {  // cap * tanh(x / cap), tanh(u) = 1 - 2 / (e^2u + 1)
+        V e = exp(mul(x[b], set1(2.f / softcap)));
+        x[b] = mul(set1(softcap * kLog2e), sub(set1(1.f), div(set1(2.f), add(e, set1(1.f)))));
+      }
+      if (!whole) x[b] = keep(x[b], lane(lo - b * kLanes), lane(hi - b * kLanes), set1(-INFINITY));
+      top = max(top, x[b]);
+    }
+    const float now = hmax(top), next = now > m[i] ? now : m[i];
+    if (next == -INFINITY) {  // nothing visible yet
+      for (int b = 0; b < subs; b++) P::store(p[j] + b * kLanes, zero());
+      return;
+    }
+    V sum = load(l[i]);
+    if (next > m[i] && m[i] != -INFINITY) {
+      const V c = exp2(set1(m[i] - next));
+      sum = mul(sum, c);
+      for (int d = 0; d < dim; d += 16) store(acc + long(i) * dim + d, mul(load(acc + long(i) * dim + d), c));
+    }
+    m[i] = next;
+    for (int b = 0; b < subs; b++) {
+      V e = exp2(sub(x[b], set1(next)));
+      if (!whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());
+      P::store(p[j] + b * kLanes, e);
+      sum = add(sum, e);
+    }
+    store(l[i], sum);
+  }
+
+  static int lane(int i) { return i < 0 ? 0 : (i > kLanes ? kLanes : i); }
 };
 
 }  // namespace fb

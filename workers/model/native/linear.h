@@ -63,27 +63,27 @@ inline void tile(const typename P::T* x, long ldx, const typename P::T* w, long 
 }
 
 template <class P, int E, int R>
-inline void tail(long rows, const typename P::T* x, long ldx, const typename P::T* w, long k, const float* bias, void* out,
+inline void tiled(long rows, const typename P::T* x, long ldx, const typename P::T* w, long k, const float* bias, void* out,
                  long ldo, long col) {
   if constexpr (R > 0) {
     if (rows == R)
       tile<P, R, E>(x, ldx, w, k, bias, out, ldo, col);
     else
-      tail<P, E, R - 1>(rows, x, ldx, w, k, bias, out, ldo, col);
+      tiled<P, E, R - 1>(rows, x, ldx, w, k, bias, out, ldo, col);
   }
 }
 
-// Columns of panels [p0, p1) for all rows. `out` is float [rows][ldo], or P::T for the gated epilogues.
+// Columns of panels [p0, p1) for `rows` rows, in tiles of equal height. `out` is float [rows][ldo], or P::T for the
+// gated epilogues.
 template <class P, int E>
 inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, long rows, void* out, long ldo) {
-  const long unit = (E == kSilu || E == kGelu) ? long(sizeof(typename P::T)) : 4;
+  const long unit = (E == kSilu || E == kGelu) ? long(sizeof(typename P::T)) : 4, tiles = (rows + kRows - 1) / kRows;
   for (long p = p0; p < p1; p++) {
     const typename P::T* w = (const typename P::T*)l.w + p * kPanel * l.k;
-    long r = 0;
-    for (; r + kRows <= rows; r += kRows)
-      tile<P, kRows, E>(x + r * l.k, l.k, w, l.k, l.bias, (char*)out + r * ldo * unit, ldo, p * kPanel);
-    if (r < rows)
-      tail<P, E, kRows - 1>(rows - r, x + r * l.k, l.k, w, l.k, l.bias, (char*)out + r * ldo * unit, ldo, p * kPanel);
+    for (long t = 0; t < tiles; t++) {
+      const long r = rows * t / tiles, n = rows * (t + 1) / tiles - r;
+      tiled<P, E, kRows>(n, x + r * l.k, l.k, w, l.k, l.bias, (char*)out + r * ldo * unit, ldo, p * kPanel);
+    }
   }
 }
 

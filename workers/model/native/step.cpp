@@ -5,70 +5,28 @@
 // - One step at a time per handle. Phases are separated by barriers; inside a phase threads write disjoint memory.
 // - Rows are the planned tokens, flat, without padding.
 // - Results do not depend on the thread count, the batch or the chunking (see linear.h, attention.h).
+// - Between tasks a thread writes to its own memory only: one that is late may still do so when the step is over, and
+//   what it made of memory that has changed meanwhile is thrown away.
+// - No chunk reads what another chunk of the same step writes.
+#include "abi.h"
 #include "attention.h"
-#include "linear.h"
+#include "memory.h"
 #include "pool.h"
+#include "rows.h"
 
 using namespace fb;
 
-extern "C" {
-
-struct FbLayer {
-  const float *attn_norm, *q_norm, *k_norm, *post_attn_norm, *ffn_norm, *post_ffn_norm;  // null where the model has none
-  Linear qkv, o, gate_up, down;
-  void* cache;
-  const float *cos, *sin;  // [positions][rotary/2]
-  int window;              // 0 = full attention
-  int reserved;
-};
-
-struct FbModel {
-  int bf16, layers, hidden, heads, kv_heads, head_dim, ffn, rotary, block_size, gelu, max_rows, max_samples;
-  float eps, scale, softcap, embed_scale, logit_softcap;
-  int reserved;
-  const float* norm;
-  Linear embed;  // packed like a linear; rows are gathered from it
-  Linear head;
-  const FbLayer* layer;
-};
-
-struct FbStep {
-  int rows, chunks, samples, vocab;
-  const int *tokens, *positions, *slots;  // [rows]
-  const int *first, *count, *table;       // [chunks] first row, rows, and where in `blocks` the block table starts
-  const int* blocks;                      // all block tables, one after the other
-  const int* sample_rows;                 // [samples]
-  float* logits;                          // [samples][head.n]
-  int* best;                              // [samples] the highest logit's token, the first of equals; -1 without any
-};
-}
-
 namespace {
 
+constexpr long kFew = 8;           // rows that every thread norms for itself: cheaper than to wait for each other
+constexpr long kBlock = 128;       // rows whose inputs stay in a core's cache while all columns pass by
+constexpr long kIdle = 128 << 10;  // bytes of the next linear that a thread fetches while it waits
+
 struct Task {
-  int chunk, row, rows, head, split, splits;
+  int chunk, row, rows, head, heads, split, splits;
+  bool own;      // the chunk is this row alone: the task rotates its q, k and stores its k, v
   long partial;  // offset of its first query's partial result, when splits > 1
 };
-
-inline V rms(const float* x, long n, float eps) {
-  V s = zero();
-  for (long i = 0; i < n; i += 16) {
-    V v = load(x + i);
-    s = fma(v, v, s);
-  }
-  return set1(1.f / std::sqrt(hsum(s) / float(n) + eps));
-}
-
-template <class P>
-inline void norm_row(const float* x, const float* w, long n, float eps, typename P::T* out) {
-  const V s = rms(x, n, eps);
-  for (long i = 0; i < n; i += 16) P::store(out + i, mul(mul(load(x + i), s), load(w + i)));
-}
-
-inline void norm_add(const float* x, const float* w, long n, float eps, float* out) {
-  const V s = rms(x, n, eps);
-  for (long i = 0; i < n; i += 16) store(out + i, fma(mul(load(x + i), s), load(w + i), load(out + i)));
-}
 
 struct Engine {
   const int max_rows, max_samples;
@@ -79,20 +37,28 @@ struct Engine {
 
 struct Job {
   FbStep s;
-  int tasks, split;
+  int tasks, spread, split;
 };
 
-// The parts of a phase: enough of them that a thread without a core costs little, few enough to stream long stretches.
-struct Parts {
-  long total, size;
-  int n;
-  Parts(long total, int threads, long least = 1) : total(total) {
-    size = (total + threads * 8 - 1) / (threads * 8);
-    if (size < least) size = least;
-    n = int((total + size - 1) / size);
+// How a linear is cut into tasks: blocks of rows, and in each parts of the columns; enough tasks that a thread without
+// a core costs little. Results do not depend on it.
+struct Grid {
+  long rows, panels, blocks, parts;
+  Grid(long rows, long columns, long threads) : rows(rows), panels(columns / kPanel), blocks((rows + kBlock - 1) / kBlock) {
+    parts = std::max(1L, std::min(panels, (threads * 8 + blocks - 1) / std::max(1L, blocks)));
   }
-  long begin(int i) const { return i * size; }
-  long end(int i) const { return (i + 1) * size < total ? (i + 1) * size : total; }
+  int tasks() const { return int(blocks * parts); }
+  long row(long block) const { return rows * block / blocks; }
+  long panel(long part) const { return panels * part / parts; }
+};
+
+// What one thread has for itself.
+template <class P>
+struct Local {
+  Tile<P> tile;
+  Array<typename P::T> rows, q;
+  const char *ahead = nullptr, *ahead_end = nullptr;  // weights that it will read next
+  Local(long hidden) : rows(kFew * hidden), q(kMaxQueries * kMaxDim) {}
 };
 
 template <class P>
@@ -104,10 +70,13 @@ struct Impl final : Engine {
   };
   FbModel m;
   std::vector<FbLayer> layers;
-  std::vector<float> x, qkv, tmp, partial;
-  std::vector<T> xb, q, att, h;
+  Array<float> x, qkv, tmp;
+  Array<T> xb, q, att, h;
+  std::vector<float> partial;
   std::vector<Task> tasks;
-  std::vector<Tile<P>> tiles;
+  std::vector<int> spread;  // rows that are not their chunk's only one
+  std::vector<int> wanted;  // rows that sample: ours, since a late thread may still look at them
+  std::vector<Local<P>> local;
   int threads;
   Pool<Job, Work> pool;  // last: its threads end first
 
@@ -115,150 +84,205 @@ struct Impl final : Engine {
       : Engine(model.max_rows, model.max_samples),
         m(model),
         layers(model.layer, model.layer + model.layers),
-        tiles(threads),
+        x(long(m.max_rows) * m.hidden),
+        qkv(m.max_rows * layers[0].qkv.n),
+        tmp(long(m.max_rows) * m.hidden),
+        xb(long(std::max(m.max_rows, m.max_samples)) * m.hidden),
+        q(long(m.max_rows) * m.heads * m.head_dim),
+        att(long(m.max_rows) * m.heads * m.head_dim),
+        h(long(m.max_rows) * m.ffn),
+        wanted(m.max_samples),
+        local(locals(threads, m.hidden)),
         threads(threads),
-        pool(threads, 16 + 12 * model.layers, Work{this}) {
-    const long rows = m.max_rows + m.max_samples;
-    x.resize(rows * m.hidden);
-    xb.resize(rows * m.hidden);
-    tmp.resize(rows * m.hidden);
-    qkv.resize(rows * layers[0].qkv.n);
-    q.resize(rows * m.heads * m.head_dim);
-    att.resize(rows * m.heads * m.head_dim);
-    h.resize(rows * m.ffn);
+        pool(threads, 16 + 12 * model.layers, Work{this}) {}
+
+  static std::vector<Local<P>> locals(int threads, long hidden) {
+    std::vector<Local<P>> made;
+    for (int i = 0; i < threads; i++) made.emplace_back(hidden);
+    return made;
   }
 
+  // f(i) for every row, in stretches.
   template <class F>
   bool rows(Walk& walk, long n, F f) {
-    const Parts parts(n, threads, 2);
-    return walk.each(parts.n, [&](int p) {
-      for (long i = parts.begin(p); i < parts.end(p); i++) f(i);
+    const long parts = std::min(n, threads * 8L);
+    return walk.each(int(parts), [&](long p) {
+      for (long i = n * p / parts; i < n * (p + 1) / parts; i++) f(i);
     });
   }
 
+  // `next`: the linear that comes next, for as many rows; threads that wait fetch what they will read of it.
   template <int E>
-  bool panels(Walk& walk, const Linear& l, const T* in, long n, void* out, long ldo) {
-    const Parts parts(l.n / kPanel, threads);
-    return walk.each(parts.n, [&](int p) { linear<P, E>(l, parts.begin(p), parts.end(p), in, n, out, ldo); });
+  bool panels(Walk& walk, const Linear& l, const T* in, long n, void* out, long ldo, const Linear* next) {
+    const long unit = E == kSilu || E == kGelu ? long(sizeof(T)) : 4;
+    const Grid grid(n, l.n, threads);
+    Local<P>& mine = local[walk.thread];
+    mine.ahead = mine.ahead_end = nullptr;
+    if (next) {
+      const Grid then(n, next->n, threads);
+      const long bytes = kPanel * next->k * long(sizeof(T));
+      mine.ahead = (const char*)next->w + then.panel(long(then.tasks()) * walk.thread / threads % then.parts) * bytes;
+      mine.ahead_end = mine.ahead + std::min(kIdle, next->n / kPanel * bytes / threads);
+    }
+    return walk.each(
+        grid.tasks(),
+        [&](int i) {
+          const long block = i / grid.parts, part = i % grid.parts, r = grid.row(block);
+          linear<P, E>(l, grid.panel(part), grid.panel(part + 1), in + r * l.k, grid.row(block + 1) - r,
+                       (char*)out + r * ldo * unit, ldo);
+        },
+        Fetch{mine});
   }
+
+  struct Fetch {
+    Local<P>& mine;
+    void operator()(int spins) const {
+      if (mine.ahead >= mine.ahead_end) return relax(spins);
+      for (int i = 0; i < 4; i++) prefetch_l2(mine.ahead + 64 * i);
+      mine.ahead += 256;
+    }
+  };
 
   void embed(const FbStep& s, long i) {
     const long n = s.tokens[i], k = m.embed.k;
     const T* w = (const T*)m.embed.w + n / kPanel * kPanel * k + (n % kPanel) * P::K;
     for (long d = 0; d < k; d += P::K, w += kPanel * P::K)
-      for (int j = 0; j < P::K; j++) x[i * m.hidden + d + j] = P::to(w[j]) * m.embed_scale;
+      for (int j = 0; j < P::K; j++) x.data()[i * m.hidden + d + j] = P::to(w[j]) * m.embed_scale;
   }
 
-  bool norm(Walk& walk, long n, const float* w) {
-    return rows(walk, n, [&](long i) { norm_row<P>(x.data() + i * m.hidden, w, m.hidden, m.eps, xb.data() + i * m.hidden); });
+  // The normed rows row(0) … row(n - 1) of x; null when the step has ended meanwhile.
+  template <class R>
+  const T* normed(Walk& walk, long n, const float* w, R row) {
+    T* out = n <= kFew ? local[walk.thread].rows.data() : xb.data();
+    const auto one = [&](long i) { norm_row<P>(x.data() + row(i) * m.hidden, w, m.hidden, m.eps, out + i * m.hidden); };
+    if (n > kFew) return rows(walk, n, one) ? out : nullptr;
+    for (long i = 0; i < n; i++) one(i);
+    return out;
   }
 
-  void rope(float* v, const float* c, const float* sn) const {
-    const int half = m.rotary / 2;
-    for (int i = 0; i < half; i++) {
-      const float a = v[i], b = v[i + half];
-      v[i] = a * c[i] - b * sn[i];
-      v[i + half] = b * c[i] + a * sn[i];
+  // Row i's head g of q and k together, normed where the model does that, and rotated.
+  void rotated(const FbStep& s, const FbLayer& l, long i, int g, T* out) const {
+    const int D = m.head_dim, half = m.rotary / 2;
+    const long at = long(s.positions[i]) * half;
+    const float *in = qkv.data() + i * l.qkv.n + long(g) * D, *w = g < m.heads ? l.q_norm : l.k_norm;
+    alignas(64) float v[kMaxDim];
+    if (w) {
+      norm_row<F32>(in, w, D, m.eps, v);
+      in = v;
     }
+    rotate<P>(in, D, half, l.cos + at, l.sin + at, out);
   }
 
-  void head_norm(float* v, const float* w) const {
-    float s = 0;
-    for (int i = 0; i < m.head_dim; i++) s += v[i] * v[i];
-    s = 1.f / std::sqrt(s / float(m.head_dim) + m.eps);
-    for (int i = 0; i < m.head_dim; i++) v[i] = v[i] * s * w[i];
-  }
-
-  // Rotates row i's q and k, stores q for attention and k, v in the cache.
-  void scatter(const FbStep& s, const FbLayer& l, long i) {
-    const int D = m.head_dim, HQ = m.heads, HK = m.kv_heads, half = m.rotary / 2;
-    float* row = qkv.data() + i * l.qkv.n;
-    const float *c = l.cos + long(s.positions[i]) * half, *sn = l.sin + long(s.positions[i]) * half;
-    for (int g = 0; g < HQ; g++) {
-      float* v = row + g * D;
-      if (l.q_norm) head_norm(v, l.q_norm);
-      rope(v, c, sn);
-      T* o = q.data() + (i * HQ + g) * D;
-      for (int d = 0; d < D; d += 16) P::store(o + d, load(v + d));
-    }
+  // Row i's key head g, rotated, and its values, into the cache. `alone`: the next token's are not written in this step.
+  void remember(const FbStep& s, const FbLayer& l, long i, int g, bool alone) const {
+    const int D = m.head_dim, lane = s.slots[i] % kLanes;
     const long sub = s.slots[i] / kLanes;
-    const int lane = s.slots[i] % kLanes;
+    const float* v = qkv.data() + i * l.qkv.n + long(m.heads + m.kv_heads + g) * D;
+    T* K = (T*)l.cache + (sub * m.kv_heads + g) * 2 * kLanes * D + lane * P::K;
+    T* W = (T*)l.cache + ((sub * m.kv_heads + g) * 2 + 1) * kLanes * D + lane / P::K * D * P::K + lane % P::K;
+    alignas(64) T kept[kMaxDim];
+    rotated(s, l, i, m.heads + g, kept);
+    for (int d = 0; d < D; d += P::K) std::memcpy(K + d * kLanes, kept + d, P::K * sizeof(T));
+    for (int d = 0; d < D; d += 16) P::store(kept + d, load(v + d));
     // The other value of a pair that attention reads before its own row is computed: whatever lies there is not ours.
-    const bool alone = P::K == 2 && lane % 2 == 0 && (i + 1 == s.rows || s.slots[i + 1] != s.slots[i] + 1);
-    for (int g = 0; g < HK; g++) {
-      float *k = row + (HQ + g) * D, *v = row + (HQ + HK + g) * D;
-      if (l.k_norm) head_norm(k, l.k_norm);
-      rope(k, c, sn);
-      T* K = (T*)l.cache + (sub * HK + g) * 2 * kLanes * D;
-      T* W = K + long(kLanes) * D;
-      for (int d = 0; d < D; d++) {
-        K[d / P::K * kLanes * P::K + lane * P::K + d % P::K] = P::from(k[d]);
-        W[lane / P::K * D * P::K + d * P::K + lane % P::K] = P::from(v[d]);
-        if (alone) W[lane / P::K * D * P::K + d * P::K + 1] = 0;
-      }
-    }
+    if (P::K == 2 && lane % 2 == 0 && alone)
+      for (int d = 0; d < D; d++) W[d * P::K + 1] = 0;
+    for (int d = 0; d < D; d++) W[d * P::K] = kept[d];
   }
 
-  // Attention's tasks, the same for every layer. True when some context is longer than one split.
+  void scatter(const FbStep& s, const FbLayer& l, long i) {
+    for (int g = 0; g < m.heads; g++) rotated(s, l, i, g, q.data() + (i * m.heads + g) * m.head_dim);
+    const bool alone = i + 1 == s.rows || s.slots[i + 1] != s.slots[i] + 1;
+    for (int g = 0; g < m.kv_heads; g++) remember(s, l, i, g, alone);
+  }
+
+  // Attention's tasks and the rows to scatter before, the same for every layer. True when some context is longer than
+  // one split. A task of a prompt is many rows of one head, one of a decode all heads of its row; where there are few of
+  // either they are cut finer, for all threads to have some.
   bool plan(const FbStep& s) {
-    const int group = m.heads / m.kv_heads;
-    const int most = group >= kMaxQueries ? 1 : kMaxQueries / group;
+    const int group = m.heads / m.kv_heads, most = kMaxQueries / group;
+    const int tall = int(std::max(1L, std::min(long(most), long(s.rows) * m.kv_heads / (4 * threads))));
+    const int wide = s.chunks < 4 * threads ? 1 : std::min(m.kv_heads, most);
     long at = 0;
     tasks.clear();
-    for (int c = 0; c < s.chunks; c++)
-      for (int r = 0; r < s.count[c]; r += most) {
-        const int n = s.count[c] - r < most ? s.count[c] - r : most;
-        const int context = s.positions[s.first[c] + r + n - 1] + 1;
+    spread.clear();
+    for (int c = 0; c < s.chunks; c++) {
+      const bool own = s.count[c] == 1;
+      for (int r = 0; r < s.count[c] && !own; r++) spread.push_back(s.first[c] + r);
+      for (int r = 0; r < s.count[c]; r += tall) {
+        const int n = std::min(s.count[c] - r, tall), row = s.first[c] + r, context = s.positions[row + n - 1] + 1;
         const int splits = (context + kSplit - 1) / kSplit;
-        for (int g = 0; g < m.kv_heads; g++) {
-          for (int i = 0; i < splits; i++) tasks.push_back({c, s.first[c] + r, n, g, i, splits, at});
-          if (splits > 1) at += long(n) * group * splits * (m.head_dim + 2);
+        for (int g = 0, heads; g < m.kv_heads; g += heads) {
+          heads = own ? std::min(wide, m.kv_heads - g) : 1;
+          for (int i = 0; i < splits; i++) tasks.push_back({c, row, n, g, heads, i, splits, own, at});
+          if (splits > 1) at += long(n) * group * heads * splits * (m.head_dim + 2);
         }
       }
+    }
+    if (tasks.size() > size_t(kMaxTasks)) throw std::bad_alloc();
     if (long(partial.size()) < at) partial.resize(at);
+    std::copy(s.sample_rows, s.sample_rows + s.samples, wanted.begin());
     return at > 0;
   }
 
-  T* attended(const Task& task, int j) {
-    const int group = m.heads / m.kv_heads;
-    return att.data() + (long(task.row + j / group) * m.heads + task.head * group + j % group) * m.head_dim;
+  // Row and query head of a task's query j.
+  long place(const Task& task, int j) const {
+    const int group = m.heads / m.kv_heads, n = task.rows * group;
+    return long(task.row + j % n / group) * m.heads + (task.head + j / n) * group + j % n % group;
   }
 
-  void attend(const FbStep& s, const FbLayer& l, const Task& task, Tile<P>& tile) {
-    const int D = m.head_dim, group = m.heads / m.kv_heads;
-    tile.n = 0;
-    for (int r = 0; r < task.rows; r++)
-      for (int g = 0; g < group; g++) {
-        tile.position[tile.n] = s.positions[task.row + r];
-        tile.q[tile.n++] = q.data() + (long(task.row + r) * m.heads + task.head * group + g) * D;
-      }
-    const int last = s.positions[task.row + task.rows - 1] + 1;
-    const int to = (task.split + 1) * kSplit < last ? (task.split + 1) * kSplit : last;
-    int from = task.split * kSplit;
+  // Where a task's keys are, and which of them it reads: [from, to).
+  Context<P> context(const FbStep& s, const FbLayer& l, const Task& task, int& from, int& to) const {
+    to = std::min((task.split + 1) * kSplit, s.positions[task.row + task.rows - 1] + 1);
+    from = task.split * kSplit;
     if (l.window > 0) {  // whole groups before every query's window are invisible
       const int start = s.positions[task.row] + 1 - l.window;
       if (start > from) from += (start - from) / kGroup * kGroup;
       if (from > to) from = to;
     }
-    tile.run((const T*)l.cache, s.blocks + s.table[task.chunk], m.block_size / kLanes, m.kv_heads, task.head, D,
-             m.scale, l.window, m.softcap, from, to);
-    for (int j = 0; j < tile.n; j++) {
+    return {(const T*)l.cache, s.blocks + s.table[task.chunk], m.block_size / kLanes, m.kv_heads, task.head, m.head_dim};
+  }
+
+  void attend(const FbStep& s, const FbLayer& l, int index, Local<P>& mine) {
+    const Task& task = tasks[index];
+    const int D = m.head_dim, n = task.rows * (m.heads / m.kv_heads), all = task.heads * n;
+    Tile<P>& tile = mine.tile;
+    int from, to, next_from = 0, next_to = 0;
+    const Context<P> c = context(s, l, task, from, to);
+    Context<P> next = c;
+    if (index + 1 < int(tasks.size())) next = context(s, l, tasks[index + 1], next_from, next_to);
+    tile.heads = task.heads;
+    tile.n = n;
+    for (int j = 0; j < all; j++) {
+      const long at = place(task, j);
+      T* one = task.own ? mine.q.data() + j * D : q.data() + at * D;
+      if (task.own) rotated(s, l, task.row, int(at % m.heads), one);
+      tile.position[j] = s.positions[at / m.heads];
+      tile.q[j] = one;
+    }
+    if (task.own && task.split + 1 == task.splits)
+      for (int g = 0; g < task.heads; g++) remember(s, l, task.row, task.head + g, true);
+    tile.run(c, m.scale, l.window, m.softcap, from, to, next, next_from, next_to);
+    for (int j = 0; j < all; j++) {
+      const float* acc = tile.acc + long(j) * D;
+      const float sum = hsum(load(tile.l[j]));
       if (task.splits == 1) {
-        const V inv = set1(1.f / tile.l[j]);
-        for (int d = 0; d < D; d += 16) P::store(attended(task, j) + d, mul(load(tile.acc[j] + d), inv));
+        const V inv = set1(1.f / sum);
+        T* out = att.data() + place(task, j) * D;
+        for (int d = 0; d < D; d += 16) P::store(out + d, mul(load(acc + d), inv));
       } else {
         float* o = partial.data() + task.partial + (long(j) * task.splits + task.split) * (D + 2);
-        std::memcpy(o, tile.acc[j], sizeof(float) * D);
+        std::memcpy(o, acc, sizeof(float) * D);
         o[D] = tile.m[j];
-        o[D + 1] = tile.l[j];
+        o[D + 1] = sum;
       }
     }
   }
 
   void merge(const Task& task) {
     if (task.splits == 1 || task.split != 0) return;
-    const int D = m.head_dim, group = m.heads / m.kv_heads;
-    for (int j = 0; j < task.rows * group; j++) {
+    const int D = m.head_dim;
+    for (int j = 0; j < task.heads * task.rows * (m.heads / m.kv_heads); j++) {
       const float* from = partial.data() + task.partial + long(j) * task.splits * (D + 2);
       float top = -INFINITY, sum = 0;
       for (int k = 0; k < task.splits; k++) top = std::max(top, from[k * (D + 2) + D]);
@@ -266,64 +290,61 @@ struct Impl final : Engine {
       for (int k = 0; k < task.splits; k++) {
         const float* one = from + k * (D + 2);
         if (one[D] == -INFINITY) continue;
-        const float c = std::exp(one[D] - top);
+        const float c = std::exp2(one[D] - top);
         sum += c * one[D + 1];
         for (int d = 0; d < D; d++) out[d] += c * one[d];
       }
       const V inv = set1(1.f / sum);
-      for (int d = 0; d < D; d += 16) P::store(attended(task, j) + d, mul(load(out + d), inv));
+      T* to = att.data() + place(task, j) * D;
+      for (int d = 0; d < D; d += 16) P::store(to + d, mul(load(out + d), inv));
     }
   }
 
   // x += linear(in), through the model's norm after the block where it has one (Gemma 2 and 3).
-  bool residual(Walk& walk, const Linear& l, const T* in, long n, const float* post) {
-    if (!post) return panels<kAdd>(walk, l, in, n, x.data(), m.hidden);
-    return panels<kStore>(walk, l, in, n, tmp.data(), m.hidden) && rows(walk, n, [&](long i) {
+  bool residual(Walk& walk, const Linear& l, const T* in, long n, const float* post, const Linear* next) {
+    if (!post) return panels<kAdd>(walk, l, in, n, x.data(), m.hidden, next);
+    return panels<kStore>(walk, l, in, n, tmp.data(), m.hidden, next) && rows(walk, n, [&](long i) {
              norm_add(tmp.data() + i * m.hidden, post, m.hidden, m.eps, x.data() + i * m.hidden);
            });
   }
 
-  bool layer(const Job& job, const FbLayer& l, Walk& walk) {
+  bool layer(const Job& job, const FbLayer& l, const Linear* next, Walk& walk) {
     const FbStep& s = job.s;
-    if (!norm(walk, s.rows, l.attn_norm) || !panels<kStore>(walk, l.qkv, xb.data(), s.rows, qkv.data(), l.qkv.n)) return false;
-    if (!rows(walk, s.rows, [&](long i) { scatter(s, l, i); })) return false;
-    if (!walk.each(job.tasks, [&](int i) { attend(s, l, tasks[i], tiles[walk.thread]); })) return false;
+    Local<P>& mine = local[walk.thread];
+    const auto every = [](long i) { return i; };
+    const T* in = normed(walk, s.rows, l.attn_norm, every);
+    if (!in || !panels<kStore>(walk, l.qkv, in, s.rows, qkv.data(), l.qkv.n, &l.o)) return false;
+    if (job.spread && !rows(walk, job.spread, [&](long i) { scatter(s, l, spread[i]); })) return false;
+    if (!walk.each(job.tasks, [&](int i) { attend(s, l, i, mine); }, Fetch{mine})) return false;
     if (job.split && !walk.each(job.tasks, [&](int i) { merge(tasks[i]); })) return false;
-    if (!residual(walk, l.o, att.data(), s.rows, l.post_attn_norm) || !norm(walk, s.rows, l.ffn_norm)) return false;
-    if (!(m.gelu ? panels<kGelu>(walk, l.gate_up, xb.data(), s.rows, h.data(), m.ffn)
-                 : panels<kSilu>(walk, l.gate_up, xb.data(), s.rows, h.data(), m.ffn)))
+    if (!residual(walk, l.o, att.data(), s.rows, l.post_attn_norm, &l.gate_up)) return false;
+    in = normed(walk, s.rows, l.ffn_norm, every);
+    if (!in || !(m.gelu ? panels<kGelu>(walk, l.gate_up, in, s.rows, h.data(), m.ffn, &l.down)
+                        : panels<kSilu>(walk, l.gate_up, in, s.rows, h.data(), m.ffn, &l.down)))
       return false;
-    return residual(walk, l.down, h.data(), s.rows, l.post_ffn_norm);
+    return residual(walk, l.down, h.data(), s.rows, l.post_ffn_norm, next);
   }
 
   void work(const Job& job, Walk& walk) {
     const FbStep& s = job.s;
     if (!rows(walk, s.rows, [&](long i) { embed(s, i); })) return;
-    for (const FbLayer& l : layers)
-      if (!layer(job, l, walk)) return;
-    if (!rows(walk, s.samples, [&](long i) {
-          norm_row<P>(x.data() + long(s.sample_rows[i]) * m.hidden, m.norm, m.hidden, m.eps, xb.data() + i * m.hidden);
-        }))
-      return;
-    if (!s.samples || !panels<kStore>(walk, m.head, xb.data(), s.samples, s.logits, m.head.n)) return;
+    for (size_t i = 0; i < layers.size(); i++)
+      if (!layer(job, layers[i], i + 1 < layers.size() ? &layers[i + 1].qkv : &m.head, walk)) return;
+    if (!s.samples) return;
+    const T* in = normed(walk, s.samples, m.norm, [&](long i) { return long(wanted[i]); });
+    if (!in || !panels<kStore>(walk, m.head, in, s.samples, s.logits, m.head.n, nullptr)) return;
     walk.each(s.samples, [&](int i) { finish(s, s.logits + i * m.head.n, s.best + i); });
   }
 
   void finish(const FbStep& s, float* logits, int* best) const {
     if (m.logit_softcap > 0)
       for (int c = 0; c < s.vocab; c++) logits[c] = m.logit_softcap * std::tanh(logits[c] / m.logit_softcap);
-    V top = set1(-INFINITY);
-    int c = 0;
-    for (; c + 16 <= s.vocab; c += 16) top = max(load(logits + c), top);  // a NaN on the left never wins
-    float highest = hmax(top);
-    for (; c < s.vocab; c++) highest = logits[c] > highest ? logits[c] : highest;
-    if (highest == -INFINITY) return void(*best = -1);  // no finite logit: the model is broken for this row
-    for (*best = 0; *best + 1 < s.vocab && logits[*best] != highest;) ++*best;
+    *best = highest(logits, s.vocab);
   }
 
   void step(const FbStep& s) override {
     const bool split = plan(s);
-    pool.run(Job{s, int(tasks.size()), split});
+    pool.run(Job{s, int(tasks.size()), int(spread.size()), split});
   }
 };
 

@@ -36,6 +36,7 @@ inline void pause() {
 }
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #if defined(__AVX512F__)
 // ---------------------------------------------------------------- AVX-512
@@ -70,7 +71,8 @@ inline void store_bf16(uint16_t* p, V v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(u));
 }
 #endif
-constexpr int kRows = 12;  // rows of one register tile: 12 x 2 accumulators of 32 registers
+constexpr int kRows = 12;               // rows of one register tile: 12 x 2 accumulators of 32 registers
+constexpr int kQueries = 6, kWide = 4;  // the same in attention: queries x sub-blocks, or queries x 16 values
 
 #elif defined(__AVX2__) && defined(__FMA__)
 // ---------------------------------------------------------------- AVX2
@@ -121,7 +123,7 @@ inline void store_bf16(uint16_t* p, V v) {
   store(t, v);
   for (int i = 0; i < 16; i++) p[i] = float_to_bf16(t[i]);
 }
-constexpr int kRows = 2;
+constexpr int kRows = 2, kQueries = 2, kWide = 2;
 
 #else
 // ---------------------------------------------------------------- portable
@@ -160,7 +162,7 @@ inline void store_bf16(uint16_t* p, V v) {
   for (int i = 0; i < 16; i++) p[i] = float_to_bf16(v.f[i]);
 }
 #undef FB_LANES
-constexpr int kRows = 4;
+constexpr int kRows = 4, kQueries = 2, kWide = 2;
 #endif
 
 // e^x to about 2 ulp for x <= 88: x = n ln2 + r (Cody-Waite), degree-6 minimax on r. Cephes expf's coefficients.
@@ -177,6 +179,18 @@ inline V exp(V x) {
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, mul(r, r), add(r, set1(1.f)));
   return scale2(p, n);
+}
+
+// 2^x to about 1.5e-7 for x <= 0 (0 below -127): x = n + r, degree-5 minimax on r, exact where r is 0.
+inline V exp2(V x) {
+  x = max(x, set1(-127.f));
+  V n = round_nearest(x), r = sub(x, n);
+  V p = set1(1.3264724320e-3f);
+  p = fma(p, r, set1(9.6715132413e-3f));
+  p = fma(p, r, set1(5.5507337565e-2f));
+  p = fma(p, r, set1(2.4022242075e-1f));
+  p = fma(p, r, set1(6.9314697759e-1f));
+  return scale2(fma(p, r, set1(1.f)), n);
 }
 
 // ---------------------------------------------------------------- storage types

@@ -1,0 +1,35 @@
+// What crosses the C boundary. abi.py has the same fields in the same order.
+#pragma once
+#include "linear.h"
+
+extern "C" {
+
+struct FbLayer {
+  const float *attn_norm, *q_norm, *k_norm, *post_attn_norm, *ffn_norm, *post_ffn_norm;  // null where the model has none
+  fb::Linear qkv, o, gate_up, down;
+  void* cache;
+  const float *cos, *sin;  // [positions][rotary/2]
+  int window;              // 0 = full attention
+  int reserved;
+};
+
+struct FbModel {
+  int bf16, layers, hidden, heads, kv_heads, head_dim, ffn, rotary, block_size, gelu, max_rows, max_samples;
+  float eps, scale, softcap, embed_scale, logit_softcap;
+  int reserved;
+  const float* norm;
+  fb::Linear embed;  // packed like a linear; rows are gathered from it
+  fb::Linear head;
+  const FbLayer* layer;
+};
+
+struct FbStep {
+  int rows, chunks, samples, vocab;
+  const int *tokens, *positions, *slots;  // [rows]
+  const int *first, *count, *table;       // [chunks] first row, rows, and where in `blocks` the block table starts
+  const int* blocks;                      // all block tables, one after the other
+  const int* sample_rows;                 // [samples]
+  float* logits;                          // [samples][head.n]
+  int* best;                              // [samples] the highest logit's token, the first of equals; -1 without any
+};
+}
