@@ -23,6 +23,8 @@ from gateway.config_file import SOURCELESS
 from gateway.delivery import Delivery
 from gateway.dispatch import Dispatcher
 from gateway.entrance import Entrance
+from gateway.epochs import FILE as EPOCHS
+from gateway.epochs import Epochs
 from gateway.fetch import fetch_json
 from gateway.gatekeeper import Gatekeeper
 from gateway.gauge_sources import model_gauges, quota_gauges, worker_gauges
@@ -35,6 +37,9 @@ from gateway.models import Models
 from gateway.monitor import LiveMonitor
 from gateway.pipeline import Pipeline
 from gateway.pool import Pool
+from gateway.public_prefixes import FILE as PUBLIC_PREFIXES
+from gateway.public_prefixes import PublicPrefixes
+from gateway.purge import Purger
 from gateway.recent import RecentRequests
 from gateway.replays import Replays
 from gateway.report import Reporter
@@ -106,6 +111,8 @@ def build(
             retire_after_s=settings.timeouts.total_s + _RETIRE_GRACE_S,
         )
         monitor = LiveMonitor(metrics, manager)
+        tenants = Tenants(settings, Epochs(state and state / EPOCHS))
+        public_prefixes = PublicPrefixes(state and state / PUBLIC_PREFIXES)
         models = Models(settings.models)
         dispatchers = {
             model.name: Dispatcher(
@@ -129,8 +136,7 @@ def build(
         registrar = Registrar(state, keys, env)  # last: it opens files
     except ValueError as error:  # what policies, launchers and telemetry have against their settings
         raise BuildError(str(error)) from error
-    tenants = Tenants(settings)
-    intake = Intake(secret)
+    intake = Intake(secret, public=public_prefixes)
     recent = RecentRequests(metrics.tenant)
     gatekeeper = Gatekeeper(budget_s=settings.timeouts.policy_s, monitor=monitor, clock=time.monotonic)
     reporter = Reporter(
@@ -166,6 +172,8 @@ def build(
         registry=registry,
         runtime=runtime,
         tenants=tenants,
+        purger=Purger(tenants, pools, secret),
+        public_prefixes=public_prefixes,
         models=models,
         intake=intake,
         gatekeeper=gatekeeper,

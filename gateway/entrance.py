@@ -69,8 +69,8 @@ class Entrance:
         assert visit.request is not None
         assert visit.model is not None
         with visit.span("tokenize") as span:
-            scope = visit.policies.cache_scope.scope(visit.principal, visit.tenant.epoch)
-            self._tenants.used(visit.tenant.id, scope.key)
+            scope = visit.policies.cache_scope.scope(visit.principal, visit.tenant.scope_epoch)
+            self._tenants.used(visit.tenant, scope.key)
             prepared = await self._intake.prepare(
                 visit.request,
                 principal=visit.principal,

@@ -23,7 +23,9 @@ from gateway.errors import bad_request
 from gateway.grammar_check import GrammarCheck, GrammarRefusedError
 from gateway.http.schemas import ChatRequest, CompletionRequest, to_template
 from gateway.jobs import make_job
+from gateway.labels import Labels
 from gateway.output_budget import Context, output_budget
+from gateway.public_prefixes import PublicPrefixes
 from gateway.tenant_keys import TenantKeys
 from gateway.tenants import EffectiveTenant
 from policies.quota.limits import most_output
@@ -161,9 +163,18 @@ class Prepared:
 class Intake:
     """Makes jobs. One per gateway; ``close`` ends its threads."""
 
-    def __init__(self, secret: bytes, *, threads: int = 2, grammars: GrammarCheck | None = None) -> None:
-        """``secret`` keys the opaque tenant names that workers see."""
+    def __init__(
+        self,
+        secret: bytes,
+        *,
+        threads: int = 2,
+        grammars: GrammarCheck | None = None,
+        public: PublicPrefixes | None = None,
+    ) -> None:
+        """``secret`` keys the opaque names and labels that workers see. ``public``: prefixes that tenants may share."""
         self.tenant_keys = TenantKeys(secret)
+        self._labels = Labels(secret)
+        self._public = public or PublicPrefixes()
         self._grammars = grammars or GrammarCheck()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
 
@@ -190,7 +201,7 @@ class Intake:
         """
         tokenizer = model.tokenizer
         context = Context.of(model, tenant)
-        tokens, keys = await self._encoded(request, tokenizer, model, scope, context)
+        tokens, keys, public = await self._encoded(request, tokenizer, model, scope, context)
         _check_logit_bias(request, tokenizer.vocab_size)
         job = make_job(principal, tenant, model.name, job_id, now, headers)
         room = most_output(job.accounts, len(tokens), job.price)
@@ -211,6 +222,8 @@ class Intake:
             n=request.n,
             beams=request.beams,
             scope=scope.key,
+            labels=self._labels.of_request(principal, request.metadata),
+            public_prefix_tokens=public,
             tenant_key=self.tenant_keys.key(tenant.id),
             weight=tenant.weight,
             grammar=await self._grammar(request, model, tenant),
@@ -219,18 +232,19 @@ class Intake:
 
     async def _encoded(
         self, request: AnyRequest, tokenizer: TextTokenizer, model: ServedModel, scope: CacheScope, context: Context
-    ) -> tuple[list[int], tuple[PrefixKey, ...]]:
+    ) -> tuple[list[int], tuple[PrefixKey, ...], int]:
         chars, messages, encode = _reader(request, tokenizer)
         context.refuse_text(chars, request.content_param)
         block_size, revision = model.block_size, model.revision
 
-        def work() -> tuple[list[int], tuple[PrefixKey, ...]]:
+        def work() -> tuple[list[int], tuple[PrefixKey, ...], int]:
             tokens = encode()
             _check_tokens(tokens, tokenizer.vocab_size, request.content_param)
             if len(tokens) >= context.tokens:  # refused below: no keys are needed
-                return tokens, ()
-            keys = chain_keys(scope.key, revision, None, tokens, block_size)
-            return tokens, tuple(PrefixKey(key) for key in keys)
+                return tokens, (), 0
+            public = self._public.match(model.name, tokens) if scope.public else 0
+            keys = chain_keys(scope.key, revision, None, tokens, block_size, public_tokens=public)
+            return tokens, tuple(PrefixKey(key) for key in keys), public
 
         try:
             return await self.offload(chars + MESSAGE_CHARS * messages, work)

@@ -29,9 +29,12 @@ from gateway.metrics import Metrics
 from gateway.models import ModelHandle, Models, load_model
 from gateway.pipeline import Pipeline
 from gateway.pool import Pool
+from gateway.public_prefixes import PublicPrefixes
+from gateway.purge import Purger
 from gateway.recent import RecentRequests
 from gateway.reloading import Reloaded, compare, in_force
 from gateway.report import Reporter
+from gateway.retention import sweep_outdated
 from gateway.runtime import Runtime
 from gateway.settings import PolicyUse, Settings
 from gateway.state.audit import Actor, Event
@@ -60,6 +63,8 @@ class Parts:
     registry: Registry
     runtime: Runtime
     tenants: Tenants
+    purger: Purger
+    public_prefixes: PublicPrefixes
     models: Models
     intake: Intake
     gatekeeper: Gatekeeper
@@ -134,6 +139,7 @@ class Gateway:
         self._spawn("loop lag", self.parts.metrics.watch_loop())
         self._spawn("history", self.parts.history.run())
         self._spawn("certificates", self.parts.certificates.watch())
+        self._spawn("retention", sweep_outdated(self.parts.tenants, self.parts.purger))
         for model in self.parts.models:
             self._spawn(f"load {model.name}", self._load(model))
         for pool in self.parts.pools:

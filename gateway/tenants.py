@@ -3,22 +3,27 @@
 Rules
 - A tenant that the YAML lists gets what the YAML says; another one gets ``tenant_defaults``, or 403 without them.
 - Snapshots are frozen: a request keeps the tenant it began with, also across a reload.
-- An epoch only rises. It is part of every cache scope, so bumping it makes a tenant's cache unreachable at once.
+- An epoch only rises. It is part of every cache scope, so bumping it makes a tenant's cache unreachable at once; so is
+  the window of its retention time (``retention.py``).
 - Which scopes a tenant's requests used is remembered (``scopes.py``), so that a purge can name them to the workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+from gateway.epochs import Epochs, window
 from gateway.errors import forbidden
-from gateway.scopes import ScopesInUse
+from gateway.scopes import PurgedLabels, ScopesInUse
 from gateway.settings import Privacy, ServiceClass, Settings, Tenant, TenantDefaults
 from policies.types import Limits, Principal, QuotaAccount, TenantId, TokenPrice
 
 _UNLIMITED = Limits()
+
+_WINDOW_BITS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +52,15 @@ class EffectiveTenant:
     sample_ratio: float | None = None
     """Part of its requests whose traces are kept; None: the gateway's ratio."""
     epoch: int = 0
+    window: int = 0
+    """Of its retention time."""
     listed: bool = True
     """False for one that lives on ``tenant_defaults``."""
+
+    @property
+    def scope_epoch(self) -> int:
+        """Epoch and window as one number: what cache scopes are made with."""
+        return self.epoch << _WINDOW_BITS | self.window
 
     def may_use(self, model: str) -> bool:
         """Whether ``model`` is on its list."""
@@ -68,9 +80,14 @@ class EffectiveTenant:
 class Tenants:
     """All tenants of one configuration, and the cache epochs, which outlive a reload."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._epochs: dict[TenantId, int] = {}
+    def __init__(
+        self, settings: Settings, epochs: Epochs | None = None, *, wall: Callable[[], float] = time.time
+    ) -> None:
+        """``wall``: Unix time, of which retention windows are made."""
+        self._epochs = epochs or Epochs()
+        self._wall = wall
         self._scopes = ScopesInUse()
+        self.purged = PurgedLabels()
         self.reload(settings)
 
     def reload(self, settings: Settings) -> None:
@@ -94,7 +111,7 @@ class Tenants:
                     code="unknown_tenant",
                 )
             found = replace(self._effective(tenant, self._defaults), listed=False)
-        return replace(found, epoch=self.epoch(tenant))
+        return replace(found, epoch=self.epoch(tenant), window=self._window(tenant, found.privacy))
 
     def knows(self, tenant: TenantId) -> bool:
         """Whether requests of ``tenant`` are served at all."""
@@ -119,19 +136,44 @@ class Tenants:
 
     def epoch(self, tenant: TenantId) -> int:
         """The current epoch of its caches."""
-        return self._epochs.get(tenant, 0)
+        return self._epochs.get(tenant)
 
-    def used(self, tenant: TenantId, scope: bytes) -> None:
+    def scope_epoch(self, tenant: TenantId) -> int:
+        """What its cache scopes are made with now (``EffectiveTenant.scope_epoch``)."""
+        found = self._listed.get(tenant) or self._defaults
+        privacy = found.privacy if found is not None else Privacy()
+        return self.epoch(tenant) << _WINDOW_BITS | self._window(tenant, privacy)
+
+    def used(self, tenant: EffectiveTenant, scope: bytes) -> None:
         """A request of ``tenant`` runs in this cache scope."""
-        self._scopes.note(tenant, scope)
+        self._scopes.note(tenant.id, scope, tenant.scope_epoch)
+
+    def with_scopes(self) -> list[TenantId]:
+        """Tenants that have used a scope which may still hold something."""
+        return self._scopes.tenants()
+
+    def outdated(self, tenant: TenantId) -> list[bytes]:
+        """Scopes of ``tenant`` whose epoch or window has ended and that were not swept yet."""
+        return self._scopes.outdated(tenant, self.scope_epoch(tenant))
+
+    def swept(self, tenant: TenantId, scopes: list[bytes]) -> None:
+        """No worker holds anything of these any more."""
+        self._scopes.swept(tenant, scopes)
 
     def bump(self, tenant: TenantId) -> tuple[int, list[bytes], bool]:
         """Start a new cache epoch for ``tenant``.
 
         Returns it, the scopes that its requests used until now, and whether these are all: some may be forgotten.
         """
-        self._epochs[tenant] = self.epoch(tenant) + 1
-        return self._epochs[tenant], self._scopes.of(tenant), self._scopes.complete(tenant)
+        epoch = self._epochs.bump(tenant)
+        return epoch, self._scopes.of(tenant), self._scopes.complete(tenant)
+
+    async def save_epochs(self) -> None:
+        """Write the epochs down, where there is a folder for them. Raises OSError."""
+        await self._epochs.save()
+
+    def _window(self, tenant: TenantId, privacy: Privacy) -> int:
+        return window(tenant, privacy.cache_retention_s, self._wall())
 
     def _effective(self, tenant: str, config: Tenant | TenantDefaults) -> EffectiveTenant:
         return EffectiveTenant(

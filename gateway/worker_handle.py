@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
+from msgspec.structs import replace as with_fields
+
 from gateway.breaker import Breaker
 from policies.types import PrefixKey, WorkerView
 from workers.protocol import Down, Drain, Generate, Hello, Purge, Purged, SequenceOutput, StepOutputs, WorkerStats
@@ -259,9 +261,9 @@ class WorkerHandle:
         self.draining()
 
     async def purge(
-        self, scopes: list[bytes], timeout_s: float = 10.0, on_complete: Callable[[Purged], None] | None = None
+        self, what: Purge, timeout_s: float = 10.0, on_complete: Callable[[Purged], None] | None = None
     ) -> Purged:
-        """Have the cached blocks of ``scopes`` zeroed. Raises WorkerGoneError, TimeoutError.
+        """Have the cached blocks zeroed that ``what`` names; its id is made here. Raises WorkerGoneError, TimeoutError.
 
         Returns the worker's first receipt. Where that has ``pending`` blocks (still in use), ``on_complete`` is called
         once with the last receipt, unless the worker is lost before (then its cache is gone anyway).
@@ -270,7 +272,7 @@ class WorkerHandle:
         future: asyncio.Future[Purged] = asyncio.get_running_loop().create_future()
         self._purges[request_id] = (future, on_complete)
         try:
-            self.send(Purge(id=request_id, scopes=scopes))
+            self.send(with_fields(what, id=request_id))
             async with asyncio.timeout(timeout_s):
                 receipt = await future
         except BaseException:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from policies.admission import bounded
 from policies.admission import open as open_admission
 from policies.auth import api_key, chain, jwt, jwt_issuers, mtls_proxy, none
-from policies.cache_scope import group, tenant, user
+from policies.cache_scope import group, public_prefix, tenant, user
 from policies.quota import token_bucket, unlimited
 from policies.routing import least_loaded, prefix_affinity, round_robin
 from policies.scheduling import drr, edf, fcfs, hierarchical, locality, priority, sjf, vtc, wfq
@@ -28,6 +28,7 @@ def forebay_policies() -> list[PolicySpec]:
         token_bucket.SPEC,
         unlimited.SPEC,
         group.SPEC,
+        public_prefix.SPEC,
         tenant.SPEC,
         user.SPEC,
         drr.SPEC,

@@ -57,6 +57,8 @@ class CacheScope:
 
     name: str
     key: bytes
+    public: bool = False
+    """Blocks inside a prefix that the operator registered as public are shared with everybody in such a scope."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,8 @@ class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
     adapter: str | None = None
     trace: dict[str, str] = {}
     """W3C ``traceparent`` / ``tracestate`` of the gateway's chat span."""
+    labels: list[bytes] = []
+    """Whose it is and what it is about, as keyed digests: a purge may name one (a user, a group, a document)."""
     public_prefix_tokens: int = 0
     """How many leading tokens lie in an operator-registered public prefix."""
     grammar: str = ""
@@ -122,11 +124,15 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
     keep: bool
 
 
-class Purge(msgspec.Struct, frozen=True, tag="purge"):
-    """Zero and free every cached block of these scopes; blocks in use follow when they are released."""
+class Purge(msgspec.Struct, frozen=True, omit_defaults=True, tag="purge"):
+    """Zero and free every cached block of these scopes, of requests with one of these labels, or under one of these
+    keys; blocks in use follow when they are released."""
 
     id: str
-    scopes: list[bytes]
+    scopes: list[bytes] = []
+    labels: list[bytes] = []
+    keys: list[bytes] = []
+    """Chain keys (of a public prefix, which has no scope)."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):

@@ -7,6 +7,7 @@ import typer
 from gateway.cli import (
     audit,
     bench,
+    cache,
     config,
     doctor,
     keys,
@@ -33,6 +34,7 @@ serve.register(app)
 worker.register(app)
 token.register(app)
 config.register(app)
+cache.register(app)
 plugins.register(app)
 doctor.register(app)
 model.register(app)

@@ -5,7 +5,6 @@ Rules
   time, and the listener may be anywhere. Without one: loopback peers only, and a request with an ``Origin`` or a
   foreign ``Host`` is refused, so that a web page in the operator's browser cannot reach it (DNS rebinding included).
 - Nothing here shows content, credentials, or a policy's secrets.
-- A purge says what it did: 200 when every block is zeroed, 202 while some are in use (they are zeroed on release).
 """
 
 from __future__ import annotations
@@ -23,18 +22,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.console_data import ConsoleData
 from gateway.errors import ApiError, forbidden
+from gateway.http.cache import CacheApi
 from gateway.http.console.app import ROOT as CONSOLE
 from gateway.http.console.app import console_app
 from gateway.http.identity import IdentityApi
 from gateway.http.locality import host_name, is_loopback
 from gateway.http.middleware import error_response, exception_handlers, guard
 from gateway.http.policies import PoliciesApi
-from gateway.http.trail import identify, note
-from gateway.purge import purge
+from gateway.http.trail import identify
 from gateway.settings import Admin
 from gateway.timed import unwrap
 from policies.spi import QuotaView
-from policies.types import TenantId
 
 if TYPE_CHECKING:
     from gateway.service import Gateway
@@ -51,7 +49,7 @@ def admin_app(gateway: Gateway) -> ASGIApp:
         Route("/healthz", api.health, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),
         Route("/admin/tenants", api.tenants, methods=["GET"]),
-        Route("/admin/tenants/{tenant}/cache", api.purge, methods=["DELETE"]),
+        *CacheApi(gateway).routes(),
         Route("/admin/policies", policies.show, methods=["GET"]),
         Route("/admin/policies", policies.change, methods=["POST"]),
         Route("/admin/queue", api.queue, methods=["GET"]),
@@ -171,14 +169,3 @@ class _Api:
 
     async def workers(self, _: Request) -> Response:
         return JSONResponse({"workers": self._gateway.workers()})
-
-    async def purge(self, request: Request) -> Response:
-        tenant = TenantId(request.path_params["tenant"])
-        if not self._parts.tenants.knows(tenant):
-            raise ApiError(
-                404, "There is no such tenant.", type="invalid_request_error", code="unknown_tenant", param="tenant"
-            )
-        self._parts.pipeline.replays.forget(tenant)
-        receipt = await purge(tenant, self._parts.tenants, self._parts.pools, self._parts.secret)
-        await note(self._gateway, request, "cache.purge", f"tenant:{tenant}", after=receipt.body())
-        return JSONResponse(receipt.body(), 200 if receipt.complete else 202)

@@ -228,7 +228,7 @@ def test_a_worker_that_says_it_drains_gets_nothing_more(made: Fixture) -> None:
 
 async def test_a_purge_waits_for_its_receipt(made: Fixture) -> None:
     handle = made.ready()
-    purging = asyncio.create_task(handle.purge([b"s"]))
+    purging = asyncio.create_task(handle.purge(Purge(id="", scopes=[b"s"])))
     await asyncio.sleep(0)
     [message] = made.line.sent
     assert isinstance(message, Purge)
@@ -241,7 +241,7 @@ async def test_security_15_a_purge_with_blocks_in_use_gives_two_receipts(made: F
     """security 15: pending first, complete later, never a bare yes."""
     handle = made.ready()
     complete: list[Purged] = []
-    purging = asyncio.create_task(handle.purge([b"s"], on_complete=complete.append))
+    purging = asyncio.create_task(handle.purge(Purge(id="", scopes=[b"s"]), on_complete=complete.append))
     await asyncio.sleep(0)
     [message] = made.line.sent
     assert isinstance(message, Purge)
@@ -255,13 +255,13 @@ async def test_security_15_a_purge_with_blocks_in_use_gives_two_receipts(made: F
 
 async def test_a_purge_ends_with_its_worker(made: Fixture) -> None:
     handle = made.ready()
-    purging = asyncio.create_task(handle.purge([b"s"]))
+    purging = asyncio.create_task(handle.purge(Purge(id="", scopes=[b"s"])))
     await asyncio.sleep(0)
     handle.closed(WorkerLoss(LossKind.DISCONNECTED))
     with pytest.raises(WorkerGoneError, match="lost"):
         await purging
     with pytest.raises(WorkerGoneError):
-        await handle.purge([b"s"])
+        await handle.purge(Purge(id="", scopes=[b"s"]))
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 12), st.booleans()), max_size=80))

@@ -9,6 +9,8 @@ Rules
 - A sequence's blocks are released tail first, so its last block is evicted before its first: chains break at the end.
 - After ``purge`` no block of the scope can be hit; nothing of it is handed out again before it was zeroed.
 - The empty scope cannot be purged: it marks blocks of public prefixes, and of callers without a namespace.
+- A block bears the labels of everybody who computed or hit it, so that a purge by label finds each copy of a content.
+  Blocks of public prefixes bear none: they are nobody's.
 
 Free blocks are a stack (nothing ever leaves its middle); cached ones are intrusive lists (``eviction.py``). Every
 operation is O(1) per block, O(log tenants) when tenants compete for room. Paged blocks and sharing by reference count:
@@ -18,7 +20,7 @@ Kwon et al., "Efficient Memory Management for Large Language Model Serving with 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from workers.engine.block_hash import BlockKey
 from workers.engine.eviction import REASONS, EvictionOrder
@@ -26,6 +28,7 @@ from workers.engine.eviction import REASONS, EvictionOrder
 PUBLIC_OWNER = "\0public"
 """Owns the cached blocks of public prefixes: no tenant's flood counts against another's share of them."""
 HOT_PREFIXES = 64
+_NONE: frozenset[bytes] = frozenset()
 
 
 class BlockPool:
@@ -46,6 +49,7 @@ class BlockPool:
         self._scope = [b""] * total
         self._owner = [""] * total
         self._weight = [1.0] * total
+        self._labels = [_NONE] * total
         self._purged = bytearray(total)
         self._dirty: list[int] = []
         self._hot: OrderedDict[BlockKey, None] = OrderedDict()
@@ -100,7 +104,21 @@ class BlockPool:
         self._owner[block] = owner
         self._weight[block] = weight
         self._purged[block] = purged
+        self._labels[block] = _NONE
         return block
+
+    def mark(self, blocks: Iterable[int], labels: frozenset[bytes]) -> None:
+        """``blocks`` hold what somebody with these labels asked about. O(blocks), once per request and hit."""
+        if not labels:
+            return
+        old = union = _NONE
+        for block in blocks:
+            present = self._labels[block]
+            if present is labels or self._owner[block] == PUBLIC_OWNER:
+                continue
+            if present is not old or not union:  # neighbours mostly bear the same
+                old, union = present, labels if present <= labels else present | labels
+            self._labels[block] = union
 
     def lookup(self, keys: Iterable[BlockKey]) -> list[int]:
         """Blocks of the longest published beginning of ``keys``. Changes nothing."""
@@ -161,6 +179,7 @@ class BlockPool:
         self._key[block] = key
         if public:
             self._scope[block] = b""
+            self._labels[block] = _NONE
             self._owner[block] = PUBLIC_OWNER
             self._weight[block] = 1.0
         return True
@@ -179,27 +198,31 @@ class BlockPool:
         """Keys of the most recently hit prefixes that are still there, newest first."""
         return [key for key in reversed(self._hot) if key in self._index]
 
-    def purge(self, scopes: Collection[bytes]) -> tuple[int, int]:
-        """Make everything of ``scopes`` unreachable. Returns (blocks that wait to be zeroed, blocks still in use).
+    def purge(
+        self, scopes: Collection[bytes], labels: Collection[bytes] = (), keys: Collection[bytes] = ()
+    ) -> tuple[int, set[int]]:
+        """Make everything of ``scopes``, with one of ``labels`` or under one of ``keys`` unreachable.
 
-        Free blocks that still hold bytes of these scopes are zeroed too. O(total blocks).
+        Returns how many blocks wait to be zeroed, and those still in use. Free blocks that still hold bytes of these
+        scopes and labels are zeroed too. O(total blocks).
         """
-        wanted = frozenset(scopes)
+        concerned = _concerned(frozenset(scopes) - {b""}, frozenset(labels))
+        named = frozenset(keys)
         zero: list[int] = []
-        pending = 0
-        for block, scope in enumerate(self._scope):
-            if scope not in wanted or not scope:
+        pending: set[int] = set()
+        for block, key in enumerate(self._key):
+            if not (key in named or concerned(self._scope[block], self._labels[block])):
                 continue
             if self.ref[block]:
                 self._forget(block)
                 self._purged[block] = 1
-                pending += 1
-            elif self._key[block] is not None:
+                pending.add(block)
+            elif key is not None:
                 self._cached.remove(block)
                 self._forget(block)
                 self.evictions["purge"] += 1
                 zero.append(block)
-        stale = {b for b in self._free if self._scope[b] in wanted and self._scope[b]}
+        stale = {b for b in self._free if concerned(self._scope[b], self._labels[b])}
         if stale:
             self._free = [b for b in self._free if b not in stale]
             zero.extend(stale)
@@ -213,6 +236,7 @@ class BlockPool:
         for block in dirty:
             self._purged[block] = 0
             self._scope[block] = b""
+            self._labels[block] = _NONE
         self._free.extend(dirty)
         self.available += len(dirty)
         return dirty
@@ -252,3 +276,10 @@ class BlockPool:
         assert all(self._key[block] == key for key, block in self._index.items())
         assert all(self._key[block] is not None for block in cached)
         assert all(self._key[block] is None for block in free | dirty)
+
+
+def _concerned(scopes: frozenset[bytes], labels: frozenset[bytes]) -> Callable[[bytes, frozenset[bytes]], bool]:
+    """Whether a block of a scope, with labels, is of one of ``scopes`` or bears one of ``labels``."""
+    if not labels:
+        return lambda scope, _: scope in scopes
+    return lambda scope, borne: scope in scopes or not labels.isdisjoint(borne)

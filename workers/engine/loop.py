@@ -324,7 +324,7 @@ class Engine:
         self._news.extend(self.planner.cancel(message.id, self._clock(), message.index))
 
     def _purge(self, message: Purge) -> None:
-        ticket = self.planner.purge(message.scopes)
+        ticket = self.planner.purge(message.scopes, message.labels, message.keys)
         dirty = self.planner.take_dirty()
         if dirty:
             self._runner.zero_blocks(dirty)

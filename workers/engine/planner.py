@@ -204,18 +204,21 @@ class Planner:
                 outputs.extend(self.cancel(request_id, now, index))
         return outputs
 
-    def purge(self, scopes: Collection[bytes]) -> PurgeTicket:
-        """Make these scopes' blocks unreachable. Zero those of ``take_dirty`` afterwards; the ticket counts the rest.
+    def purge(
+        self, scopes: Collection[bytes], labels: Collection[bytes] = (), keys: Collection[bytes] = ()
+    ) -> PurgeTicket:
+        """Make these blocks unreachable (``BlockPool.purge``); whoever runs on one publishes nothing more.
 
-        Raises RuntimeError while a plan is open.
+        Zero those of ``take_dirty`` afterwards; the ticket counts the rest. Raises RuntimeError while a plan is open.
         """
         if self._open is not None:
             raise RuntimeError("purge: commit the open plan first")
-        blocks, pending = self.pool.purge(scopes)
-        ticket = PurgeTicket(blocks, pending)
+        blocks, pending = self.pool.purge(scopes, labels, keys)
+        ticket = PurgeTicket(blocks, len(pending))
         for sequences in self.roster.requests.values():
             for sequence in sequences:
-                if sequence.scope in scopes and sequence.scope:
+                named = (sequence.scope and sequence.scope in scopes) or not sequence.labels.isdisjoint(labels)
+                if named or not pending.isdisjoint(sequence.blocks):
                     sequence.purged = True
                     sequence.chain = None
                     if sequence.blocks:

@@ -99,6 +99,7 @@ class SequenceMaker:
         """The ``n`` choices or all beams, first to last, ranked by arrival. Each has its own list of the tokens."""
         made: list[Sequence] = []
         search = self._search(generate)
+        labels = frozenset(generate.labels)
         for index in range(max(1, min(max(generate.n, generate.lines), MAX_CHOICES))):
             sequence = Sequence(
                 id=generate.id,
@@ -108,6 +109,7 @@ class SequenceMaker:
                 max_tokens=generate.max_tokens,
                 params=generate.params,
                 scope=generate.scope,
+                labels=labels,
                 adapter=generate.adapter,
                 tenant_key=generate.tenant_key,
                 weight=generate.weight,

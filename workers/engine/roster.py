@@ -102,6 +102,7 @@ class Roster:
         hits.extend(
             pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged) for _ in range(need)
         )
+        pool.mark(hits, sequence.labels)
         if worst:
             self._promises[sequence] = worst - need
             self.promised += worst - need
@@ -135,10 +136,15 @@ class Roster:
             if left:
                 self._promises[holder] = left - 1
                 self.promised -= 1
-                return self.pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged)
+                return self._take(sequence)
         if self.pool.available <= self.promised:
             return -1
-        return self.pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged)
+        return self._take(sequence)
+
+    def _take(self, sequence: Sequence) -> int:
+        block = self.pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged)
+        self.pool.mark((block,), sequence.labels)
+        return block
 
     def level(self, sequence: Sequence) -> int:
         """How many available blocks would let a waiting sequence in, if it hits nothing in the prefix cache and was

@@ -33,6 +33,8 @@ class Sequence:
     max_tokens: int
     params: SamplingParams
     scope: bytes = b""
+    labels: frozenset[bytes] = frozenset()
+    """Under which a purge may find its blocks, beside its scope."""
     adapter: str | None = None
     tenant_key: str = ""
     weight: float = 1.0
@@ -74,7 +76,7 @@ class Sequence:
     chain: KeyChain | None = None
     """Makes ``keys``; None when the prefix cache is off."""
     purged: bool = False
-    """Its scope was purged while it ran: it publishes nothing more and its blocks are zeroed when released."""
+    """It was purged while it ran: it publishes nothing more and its blocks are zeroed when released."""
     record: SequenceRecord | None = None
     """Timings for telemetry; None when nobody asked for them."""
 

@@ -13,7 +13,6 @@ from gateway import log, policy_view, yaml_source
 from gateway.config_file import ConfigErrors
 from gateway.console_data import ConsoleData
 from gateway.errors import ApiError, bad_request
-from gateway.purge import purge
 from gateway.settings import PolicyUse
 from gateway.worker_handle import WorkerGoneError
 from policies.spi import KINDS, Kind, PolicyConfigError
@@ -76,7 +75,7 @@ class Actions:
         if not self._parts.tenants.knows(tenant):
             raise _not_found("There is no such tenant.", "unknown_tenant")
         self._parts.pipeline.replays.forget(tenant)
-        receipt = await purge(tenant, self._parts.tenants, self._parts.pools, self._parts.secret)
+        receipt = await self._parts.purger.purge(tenant)
         body = receipt.body()
         return Result(
             f"Cache of {tenant} purged" if receipt.complete else f"Cache of {tenant} is unreachable, blocks remain",

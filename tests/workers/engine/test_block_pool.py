@@ -90,7 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = {block for _, line in self.lines for block in line}
         labelled = {block for block, label in self.label.items() if label == scope}
         zero, pending = self.pool.purge([scope])
-        assert pending == len(labelled & held)
+        assert pending == labelled & held
         assert zero == len(labelled - held - self.dirty)
         self.doomed |= labelled & held
         self.dirty |= labelled - held
@@ -247,7 +247,7 @@ def test_public_blocks_are_nobodys_flood() -> None:
     key = chain_keys(b"a", "r", None, [1], 1, public_tokens=1)[0]
     block = pool.take(b"a", "a", 1.0)
     assert pool.publish(block, key, public=True)
-    assert pool.purge([b"a"]) == (0, 0)
+    assert pool.purge([b"a"]) == (0, set())
     pool.release([block])
     assert pool._cached.owned(PUBLIC_OWNER) == 1
     assert pool._cached.owned("a") == 0
@@ -263,7 +263,7 @@ def test_purge_is_complete() -> None:
     pool.publish(busy, busy_key)
     stale = pool.take(b"a", "a", 1.0)
     pool.release([stale])
-    assert pool.purge([b"a"]) == (4, 1)
+    assert pool.purge([b"a"]) == (4, {busy})
     assert pool.lookup(keys) == pool.lookup([busy_key]) == []
     assert len(pool.lookup(other)) == 2
     assert pool.evictions["purge"] == 3
@@ -305,3 +305,57 @@ def test_owners_are_forgotten() -> None:
         fill(pool, f"t{number}", 2)
     assert len(pool._cached._owners) <= 8
     assert len(pool._cached._heap) <= 2 * 8 + 65
+
+
+ALICE, BOB, DOC = frozenset({b"alice"}), frozenset({b"bob"}), frozenset({b"bob", b"doc"})
+
+
+def test_a_label_finds_what_its_bearer_computed_and_what_it_hit() -> None:
+    """Who asked about a content may have hit another's block instead of computing its own: it is found all the same."""
+    pool = BlockPool(8)
+    keys = fill(pool, "t", 3)
+    blocks = pool.lookup(keys)
+    pool.mark(blocks, ALICE)
+    pool.acquire(blocks[:2])
+    pool.mark(blocks[:2], DOC)
+    pool.release(blocks[:2])
+    assert pool.purge([], [b"carol"]) == (0, set())
+    assert pool.purge([], [b"doc"]) == (2, set())
+    assert pool.lookup(keys) == []
+    assert sorted(pool.take_dirty()) == sorted(blocks[:2])
+    assert pool.purge([], [b"alice"]) == (1, set())
+    pool.take_dirty()
+    pool.check()
+    assert pool.purge([], [b"bob", b"alice", b"doc"]) == (0, set())
+
+
+def test_a_label_finds_free_blocks_that_still_hold_its_bytes() -> None:
+    pool = BlockPool(4)
+    block = pool.take(b"t", "t", 1.0)
+    pool.mark([block], BOB)
+    pool.release([block])
+    assert pool.purge([], [b"bob"]) == (1, set())
+    assert pool.take_dirty() == [block]
+
+
+def test_a_block_that_is_taken_anew_bears_nobodys_label() -> None:
+    pool = BlockPool(1)
+    pool.mark([pool.take(b"t", "t", 1.0)], ALICE)
+    pool.release([0])
+    assert pool.take(b"t", "t", 1.0) == 0
+    assert pool.purge([], [b"alice"]) == (0, set())
+
+
+def test_public_blocks_bear_no_label_and_go_by_their_key() -> None:
+    pool = BlockPool(4)
+    [key] = chain_keys(b"a", "r", None, [1], 1, public_tokens=1)
+    block = pool.take(b"a", "a", 1.0)
+    pool.mark([block], ALICE)
+    assert pool.publish(block, key, public=True)
+    pool.mark([block], BOB)
+    pool.release([block])
+    assert pool.purge([b"a"], [b"alice", b"bob"]) == (0, set())
+    assert pool.purge([], [], [key]) == (1, set())
+    assert pool.lookup([key]) == []
+    assert pool.take_dirty() == [block]
+    pool.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.workers.engine.drive import Drive, request
+from workers.engine.block_hash import chain_keys
 from workers.protocol import SamplingParams
 
 
@@ -179,3 +180,57 @@ def test_cached_blocks_by_tenant_are_those_of_the_32_that_have_most() -> None:
     assert len(reported) == 32
     assert reported["t39"] >= 40
     assert "t0" not in reported
+
+
+def test_purge_by_label_while_running() -> None:
+    """A document is deleted: nothing of a request with its tag can be hit; who runs on its blocks leaves none."""
+    drive = Drive(block_size=2)
+    prompt = list(range(9))
+    drive.add(request("first", prompt, 4, labels=[b"alice", b"doc"]))
+    drive.run()
+    drive.add(request("other", 9, 4, labels=[b"bob"]))
+    drive.run()
+    # Bob asks about the same text: he hits Alice's blocks while the document goes.
+    drive.add(request("busy", prompt, 8, labels=[b"bob"]))
+    drive.step()
+    ticket = drive.planner.purge([], [b"doc"])
+    drive.runner.zero_blocks(drive.planner.take_dirty())
+    assert ticket.pending >= 4
+    drive.run()
+    assert not ticket.users
+    drive.idle()
+    drive.runner.zero_blocks(drive.planner.take_dirty())
+    drive.add(request("again", prompt, 4, labels=[b"alice"]), request("own", drive.sent["other", 0].tokens, 4))
+    drive.run()
+    assert cached(drive, "again") == 0
+    assert cached(drive, "own") == 8
+
+
+def test_purge_of_a_public_prefix_is_by_its_keys() -> None:
+    drive = Drive()
+    prompt = list(range(20))
+    for name in ("one", "two"):
+        drive.add(request(name, prompt, scope=name.encode(), public_prefix_tokens=10))
+        drive.run()
+    assert cached(drive, "two") == 8
+    keys = chain_keys(b"", "rev", None, prompt[:10], 4, public_tokens=10)
+    ticket = drive.planner.purge([], [], keys)
+    assert ticket.blocks == 2
+    drive.runner.zero_blocks(drive.planner.take_dirty())
+    drive.add(request("three", prompt, scope=b"three", public_prefix_tokens=10))
+    drive.run()
+    assert cached(drive, "three") == 0
+
+
+def test_ten_thousand_blocks_are_found_and_zeroed_in_one_go() -> None:
+    """Ten thousand blocks of one tenant, some with the label: one purge, one call to zero them."""
+    drive = Drive(blocks=10_000, block_size=1, max_step_tokens=20_000, max_running=8)
+    drive.add(*(request(f"r{number}", 1200, 2, labels=[b"odd" if number % 2 else b"even"]) for number in range(8)))
+    drive.run()
+    assert drive.planner.pool.cached > 9000
+    ticket = drive.planner.purge([], [b"odd"])
+    assert ticket.blocks > 4500
+    assert len(drive.planner.take_dirty()) == ticket.blocks
+    assert drive.planner.purge([b"scope"]).blocks > 4500
+    drive.planner.take_dirty()
+    drive.planner.check()
