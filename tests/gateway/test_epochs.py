@@ -36,7 +36,7 @@ async def test_a_bump_is_there_after_a_restart(tmp_path: Path) -> None:
 async def test_a_file_that_cannot_be_read_stops_the_start(start: Start, tmp_path: Path, content: bytes) -> None:
     """Guessing would undo purges."""
     folder = tmp_path / "state"
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     (folder / FILE).write_bytes(content)
     with pytest.raises(BuildError, match=r"state\.path.*restore or remove it"):
         async with start({"state": {"path": "state"}}):
