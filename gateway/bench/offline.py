@@ -10,7 +10,7 @@ from gateway.bench.display import Display
 from gateway.bench.engine import BenchEngine, measure, open_engine
 from gateway.bench.floor import Machine, Shape, floor, shape_of
 from gateway.bench.metrics import Slo
-from gateway.bench.report import Report, machine, software
+from gateway.bench.report import Report, machine, model_versions, software
 from gateway.bench.target import Target
 
 if TYPE_CHECKING:
@@ -95,15 +95,23 @@ def floor_report(
 ) -> Report:
     """The machine's rates and the floor of a load on it; the model's weights are not read. Raises BenchError."""
     from workers.model.config import read_config
-    from workers.model.loading import pick_device, pick_dtype
+    from workers.model.loading import device_name, pick_device, pick_dtype
 
-    folder = target.files().dir
+    files = target.files()
     device = pick_device(target.engine.device)
     kind = dtype or str(pick_dtype(target.engine, device)).removeprefix("torch.")
-    shape = shape_of(read_config(folder), kind)
+    shape = shape_of(read_config(files.dir), kind)
     rates = _measure(display, str(device), kind, target.engine.threads)
     limits = (shape, _machine(rates, kind), asdict(rates))
-    versions = {**software(), "model": target.source, "device": str(device), "dtype": kind, "machine": machine()}
+    versions = {
+        **software(),
+        **model_versions(target.source, files),
+        "kernels": "none: the machine alone",
+        "device": str(device),
+        "device_name": device_name(device),
+        "dtype": kind,
+        "machine": machine(),
+    }
     report = Report("floor", versions, {"input": input_tokens, "output": output_tokens})
     report.extra = {"machine_limits": limits[2], "model": asdict(shape)}
     for count in concurrency:

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workers.config import EngineConfig
     from workers.model.loading import LoadedModel
+    from workers.model_store import ModelFiles
 
 FORMAT = 1
-LIBRARIES = ("torch", "numpy", "tokenizers")
+LIBRARIES = ("torch", "numpy", "tokenizers", "triton", "flashinfer-python")
+"""Those of them that are installed."""
 
 
 class BenchError(Exception):
@@ -96,8 +98,11 @@ def machine() -> dict[str, Any]:
 
 
 def software() -> dict[str, str]:
-    """Versions of what computes."""
+    """Versions of what computes, and the allocator under it."""
+    from workers.host import loaded_allocator
+
     found = {"python": platform.python_version(), "forebay": _version("forebay") or "source tree"}
+    found["allocator"] = loaded_allocator()
     return {**found, **{name: version for name in LIBRARIES if (version := _version(name))}}
 
 
@@ -106,14 +111,18 @@ def engine_versions(loaded: LoadedModel, config: EngineConfig, source: str) -> d
     return {
         **software(),
         "kernels": loaded.attention,
-        "model": source,
-        "model_revision": loaded.revision,
-        "tokenizer_sha256": loaded.tokenizer_sha256,
+        **model_versions(source, loaded),
         "device": loaded.device,
+        "device_name": loaded.device_name,
         "dtype": loaded.dtype,
         "threads": config.threads or machine()["cores"],
         "machine": machine(),
     }
+
+
+def model_versions(source: str, files: LoadedModel | ModelFiles) -> dict[str, str]:
+    """Which weights and which tokenizer, by their hashes."""
+    return {"model": source, "model_revision": files.revision, "tokenizer_sha256": files.tokenizer_sha256}
 
 
 def busy() -> str | None:

@@ -46,6 +46,8 @@ class LoadedModel:
     dtype: str
     attention: str
     """The backend in use; the native kernel also names its instruction set."""
+    device_name: str = ""
+    """What a GPU calls itself."""
     fallback: str | None = None
     """Why ``auto`` did not take what it would rather have: the native kernel on a CPU, FlashInfer or Triton on CUDA."""
 
@@ -143,6 +145,7 @@ def load(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         attention=made.attention,
+        device_name=device_name(device),
         fallback=(made.passed_over if device.type != "cpu" else reason) if engine.attention == "auto" else None,
     )
 
@@ -221,6 +224,11 @@ def pick_device(wanted: str) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """What a GPU calls itself; nothing for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 def pick_dtype(engine: EngineConfig, device: torch.device) -> torch.dtype:
     """``auto``: fp32 for the reference backend; else bfloat16 where the hardware computes in it, else fp32."""
     if engine.dtype != "auto":
@@ -245,4 +253,4 @@ def _open_gguf(path: Path, cache: Path | None) -> tuple[ModelFiles, ModelConfig,
     return files, config, GgufSource(model)
 
 
-__all__ = ["KvCacheSizeError", "LoadedModel", "load", "pick_device", "pick_dtype"]
+__all__ = ["KvCacheSizeError", "LoadedModel", "device_name", "load", "pick_device", "pick_dtype"]

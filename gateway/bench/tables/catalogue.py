@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.bench.display import Display
 from gateway.bench.render import Table
-from gateway.bench.report import BenchError, Report, machine, software
+from gateway.bench.report import BenchError, Report, machine, model_versions, software
 from gateway.bench.tables import batching, chunking, kv_cache, kv_memory, prefix, pressure
 from gateway.bench.tables.lab import Lab, Sizes
 from gateway.bench.target import Target
@@ -39,10 +39,12 @@ def tables_report(
     """Make the tables one after the other. Raises BenchError."""
     lab = Lab(target, display, seed)
     parameters: dict[str, Any] = {"tables": list(chosen), "engine": target.engine.model_dump(), "seed": seed}
-    report = Report("tables", {**software(), "model": target.source, "machine": machine()}, parameters)
+    versions: dict[str, Any] = {**software(), **model_versions(target.source, target.files()), "machine": machine()}
+    report = Report("tables", versions, parameters)
     made: list[Table] = []
     for number in chosen:
         tables = TABLES[number](lab, sizes)
         made += tables
         report.runs += [{"table": number, **table.to_json()} for table in tables]
+    versions |= {"engines": sorted(lab.engines)}
     return report, made

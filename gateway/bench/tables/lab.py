@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.bench.display import Display
@@ -90,12 +90,15 @@ class Lab:
     target: Target
     display: Display
     seed: int = 0
+    engines: set[str] = field(default_factory=set)
+    """Device, dtype and kernels of every engine made."""
 
     @contextmanager
     def engine(self, **changes: Any) -> Iterator[BenchEngine]:
         """An engine with other settings; ended afterwards. Raises BenchError."""
         config = self.target.engine.model_validate({**self.target.engine.model_dump(), **changes})
         made = open_engine(self.target.source, config, base_dir=self.target.base_dir)
+        self.engines.add(f"{made.loaded.device}, {made.loaded.dtype}, {made.loaded.attention}")
         try:
             yield made
         finally:
