@@ -22,6 +22,12 @@ def parse_bytes(value: Any) -> Any:
     return value
 
 
+def _bytes_or_auto(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is not a size; write a number of bytes, e.g. 512MiB, or auto")
+    return value if value == "auto" else parse_bytes(value)
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
@@ -43,8 +49,10 @@ class EngineConfig(StrictScalars):
     cuda_graphs: bool = True
     """Record steps that only decode at start and replay them (CUDA, with flashinfer or triton)."""
     block_size: int = Field(16, ge=1, le=256)
-    kv_cache: Bytes = 2**30
-    """Bytes for keys and values; whole blocks that fit are made at start."""
+    kv_cache: Annotated[Annotated[int, Field(gt=0)] | Literal["auto"], BeforeValidator(_bytes_or_auto)] = 2**30
+    """Bytes for keys and values; whole blocks that fit are made at start. ``auto``: what the device has left."""
+    memory_margin: float = Field(0.05, ge=0, lt=1)
+    """Part of the device's free memory that is planned for nothing (``model/budget.py``)."""
     blocks: int | None = Field(None, ge=2)
     """Exact number of blocks; overrides ``kv_cache``. For tests and comparisons."""
     max_step_tokens: int = Field(512, ge=1)

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -67,14 +67,14 @@ def run(options: WorkerOptions) -> int:
     _log_uncaught()
     sys.setswitchinterval(SWITCH_S)
     try:
-        logger.info("worker_host", **host.settle(options.engine))
+        chosen = host.settle(options.engine)
     except ValueError as error:
         logger.error("worker_start_failed", source=options.source, detail=str(error))
         return 1
-    return asyncio.run(_run(options))
+    return asyncio.run(_run(options, chosen))
 
 
-async def _run(options: WorkerOptions) -> int:
+async def _run(options: WorkerOptions, chosen: Mapping[str, object]) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -95,6 +95,7 @@ async def _run(options: WorkerOptions) -> int:
         logger.error("worker_not_listening", detail=str(error))
         return 1
     logger.info("worker_listening", address=station.server.address, worker=options.name, pid=os.getpid())
+    logger.info("worker_host", **chosen)
     code = await _work(station, options, stop)
     _insist(code)
     await station.close()
@@ -183,6 +184,8 @@ def load_model(options: WorkerOptions) -> ServedModel:
 
     loaded = load(files, options.engine)
     logger.info("model_loaded", seconds=round(time.monotonic() - began, 2), **figures(loaded))
+    budget = loaded.budget
+    (logger.warning if budget.short else logger.info)("memory_budget", short=budget.short, **budget.figures())
     return ServedModel(
         runner=loaded.runner,
         blocks=loaded.blocks,

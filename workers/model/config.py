@@ -85,6 +85,16 @@ FAMILIES: Mapping[str, Family] = {
 """Others, also a plugin's, are read as Llama."""
 
 
+RECURRENT_FIELDS = (
+    "ssm_cfg",
+    "state_size",
+    "mamba_d_state",
+    "ssm_state_size",
+    "linear_conv_kernel_dim",
+    "rwkv_version",
+)
+
+
 def read_config(directory: Path) -> ModelConfig:
     """Read ``config.json`` and, if there, ``generation_config.json``. Raises ModelStoreError naming file and field."""
     path = directory / "config.json"
@@ -101,6 +111,11 @@ def parse_config(fields: Fields, generation: Fields, where: str) -> ModelConfig:
     """Check and translate. ``where`` names the file in errors. Raises ModelStoreError."""
     architecture = str((fields.get("architectures") or ["(none named)"])[0])
     family = FAMILIES.get(architecture, Family())
+    if state := _other_state(fields):
+        raise ModelStoreError(
+            f"{where}: {architecture} keeps state other than keys and values ({state}), which neither cache blocks nor "
+            "preemption by recompute know; use a model with attention in every layer"
+        )
     for field, allowed in (("hidden_act", ("silu", None)), ("quantization_config", (None,))):
         if fields.get(field) not in allowed:
             raise ModelStoreError(
@@ -139,6 +154,16 @@ def parse_config(fields: Fields, generation: Fields, where: str) -> ModelConfig:
         qk_norm=family.qk_norm,
         window=_positive(fields, "sliding_window", where) if windowed else None,
     )
+
+
+def _other_state(fields: Fields) -> str | None:
+    """The field that says that a layer is recurrent (Mamba, RWKV, linear attention and the like), or None."""
+    for name in RECURRENT_FIELDS:
+        if fields.get(name):
+            return name
+    kinds = fields.get("layer_types") or fields.get("layers_block_type") or ()
+    strange = sorted({str(kind) for kind in kinds if kind not in ("full_attention", "sliding_attention", "attention")})
+    return f"layers of type {', '.join(strange)}" if strange else None
 
 
 def _rope(fields: Fields, where: str) -> RopeConfig:

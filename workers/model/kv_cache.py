@@ -20,11 +20,21 @@ class KvCacheSizeError(ValueError):
     """The configured cache is too small or does not fit the device."""
 
 
-def block_count(engine: EngineConfig, bytes_per_token: int) -> int:
-    """Whole blocks that ``engine.kv_cache`` holds, or ``engine.blocks`` when given. Raises KvCacheSizeError below 2."""
+def block_count(engine: EngineConfig, bytes_per_token: int, left: int = 0) -> int:
+    """Whole blocks that ``engine.kv_cache`` holds, or ``engine.blocks`` when given.
+
+    ``left``: bytes that ``auto`` takes. Raises KvCacheSizeError below 2.
+    """
     if engine.blocks is not None:
         return engine.blocks
     per_block = bytes_per_token * engine.block_size
+    if engine.kv_cache == "auto":
+        if left < 2 * per_block:
+            raise KvCacheSizeError(
+                f"engine.kv_cache=auto: {left:,} bytes are left on the device, and two blocks take {2 * per_block:,}; "
+                "free some, or take a smaller model"
+            )
+        return left // per_block
     blocks = engine.kv_cache // per_block
     if blocks < 2:
         raise KvCacheSizeError(

@@ -13,9 +13,10 @@ import torch
 
 from workers.config import MEAN_REQUEST_TOKENS, EngineConfig
 from workers.model.attention import AttentionShape, choose
+from workers.model.budget import Budget, divide
 from workers.model.config import ModelConfig, parse_config, read_config
 from workers.model.graphs import LARGEST, CudaRecorder, DecodeGraphs, GraphBackend
-from workers.model.kv_cache import KvCache, KvCacheSizeError, block_count
+from workers.model.kv_cache import KvCache, KvCacheSizeError
 from workers.model.native.build import NativeUnavailableError
 from workers.model.native.decoder import NativeCache, NativeDecoder, unsupported
 from workers.model.native.runner import NativeRunner
@@ -46,6 +47,8 @@ class LoadedModel:
     dtype: str
     attention: str
     """The backend in use; the native kernel also names its instruction set."""
+    budget: Budget
+    """How the memory was divided before loading."""
     device_name: str = ""
     """What a GPU calls itself."""
     fallback: str | None = None
@@ -68,8 +71,9 @@ class LoadedModel:
             f"{self.block_size}",
             "cache holds": f"{self.cache_tokens:,} tokens, about {self.cache_tokens // MEAN_REQUEST_TOKENS:,} requests "
             f"of {MEAN_REQUEST_TOKENS}",
+            **{f"plan {name}": f"{value:,} bytes" for name, value in self.budget.figures().items()},
         }
-        return "\n".join(f"{name:<13}{text}" for name, text in lines.items())
+        return "\n".join(f"{name:<18}{text}" for name, text in lines.items())
 
 
 def load(
@@ -115,7 +119,8 @@ def load(
         )
     with opened, torch.no_grad():
         per_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
-        blocks = block_count(engine, per_token)
+        budget = divide(config, engine, device, dtype, max_context)
+        blocks = budget.blocks
         target = architectures.get(config.architecture)
         reason = _why_not_native(engine, config, target, dtype, device)
         weights, made = Weights(opened, dtype, device, fresh=False), None
@@ -145,6 +150,7 @@ def load(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         attention=made.attention,
+        budget=budget,
         device_name=device_name(device),
         fallback=(made.passed_over if device.type != "cpu" else reason) if engine.attention == "auto" else None,
     )

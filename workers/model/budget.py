@@ -1,0 +1,132 @@
+"""How a device's memory is divided before a model is loaded: weights, keys and values, activations, buffers, margin.
+
+Rules
+- Estimates are of what PyTorch's backends hold at most, from the model's shape and the engine's settings; what cannot
+  be known before (fragments, libraries' own memory) is what the margin is for.
+- ``kv_cache: auto`` takes what is left of the free memory; on a CPU half of that, since others live there too.
+- On CUDA a plan beyond the free memory is refused: its allocation would fail halfway. On a CPU it is only said, since
+  free memory there is a moving figure and untouched pages cost nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from workers.config import EngineConfig
+from workers.model.config import ModelConfig
+from workers.model.kv_cache import KvCacheSizeError, block_count
+
+SAMPLED_BYTES = 24
+"""Per logit of a row that samples: fp32 logits, their scaled copy and its exponentials, a cumulative sum in fp64."""
+CUDA_BUFFERS = 192 * 2**20
+"""Workspace of FlashInfer and of cuBLAS, inputs of recorded steps."""
+CPU_BUFFERS = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes. ``free`` is what the device had before loading; the others are what is planned."""
+
+    free: int
+    margin: int
+    weights: int
+    activations: int
+    buffers: int
+    kv: int
+    blocks: int
+
+    @property
+    def planned(self) -> int:
+        """Everything but the margin."""
+        return self.weights + self.activations + self.buffers + self.kv
+
+    @property
+    def short(self) -> int:
+        """By how much plan and margin exceed what is free; 0 when they fit."""
+        return max(0, self.planned + self.margin - self.free)
+
+    def figures(self) -> dict[str, int]:
+        """For the log, in bytes."""
+        return {
+            "free": self.free,
+            "weights": self.weights,
+            "kv": self.kv,
+            "activations": self.activations,
+            "buffers": self.buffers,
+            "margin": self.margin,
+            "left": self.free - self.planned - self.margin,
+        }
+
+
+def divide(model: ModelConfig, engine: EngineConfig, device: torch.device, dtype: torch.dtype, context: int) -> Budget:
+    """Plan a worker's memory. ``context``: most tokens of a sequence.
+
+    Raises KvCacheSizeError for a cache of fewer than two blocks, and on CUDA for what does not fit.
+    """
+    free = free_bytes(device)
+    margin = int(free * engine.memory_margin)
+    weights = weight_bytes(model, dtype.itemsize)
+    rows = engine.max_step_tokens
+    activations = activation_bytes(model, engine, dtype.itemsize)
+    buffers = CUDA_BUFFERS if device.type == "cuda" else CPU_BUFFERS
+    buffers += context * model.head_dim * dtype.itemsize + rows * 64
+    per_token = 2 * model.layers * model.kv_heads * model.head_dim * dtype.itemsize
+    left = free - margin - weights - activations - buffers
+    blocks = block_count(engine, per_token, left if device.type == "cuda" else left // 2)
+    kv = blocks * engine.block_size * per_token
+    made = Budget(free, margin, weights, activations, buffers, kv, blocks)
+    if made.short and device.type == "cuda":
+        figures = ", ".join(f"{name} {value:,}" for name, value in made.figures().items() if name != "left")
+        raise KvCacheSizeError(
+            f"the plan exceeds the memory of {device} by {made.short:,} bytes ({figures}); lower engine.kv_cache or "
+            "write auto, lower engine.max_step_tokens, or take a smaller model"
+        )
+    return made
+
+
+def weight_bytes(model: ModelConfig, width: int) -> int:
+    """All weights of a decoder of the Llama family; a tied head counts once."""
+    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    layer = model.hidden * (query + 2 * key) + query * model.hidden + 3 * model.hidden * model.intermediate
+    layer += 2 * model.hidden + (query + 2 * key) * model.qkv_bias + model.hidden * model.output_bias
+    layer += (2 * model.intermediate + model.hidden) * model.mlp_bias + 2 * model.head_dim * model.qk_norm
+    return width * (model.layers * layer + model.vocab * model.hidden * (1 if model.tied else 2) + model.hidden)
+
+
+def activation_bytes(model: ModelConfig, engine: EngineConfig, width: int) -> int:
+    """What the widest layer and the sampler hold of a full step at once."""
+    rows = engine.max_step_tokens
+    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
+    layer = rows * width * (3 * model.hidden + max(2 * heads, 4 * model.intermediate))
+    running = rows if engine.max_running == "auto" else engine.max_running
+    return layer + min(rows, running) * model.vocab * SAMPLED_BYTES
+
+
+def free_bytes(device: torch.device) -> int:
+    """What nobody holds of the device; on a CPU within this process's control group."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(_available(), _group_room())
+
+
+def _available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _group_room(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Limit less use of the control group (version 2), or a number beyond every memory where there is none."""
+    try:
+        limit, used = ((root / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return 2**63 if limit == "max" else max(0, int(limit) - int(used))
+    except (OSError, ValueError):
+        return 2**63
