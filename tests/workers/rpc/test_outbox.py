@@ -65,6 +65,15 @@ def test_steps_are_merged_while_nobody_reads() -> None:
     assert merged["b", 1].tokens == [20]
 
 
+def test_what_a_search_took_is_never_lost() -> None:
+    outbox = box(a=1)
+    for number, searched in enumerate((4, 12, 8), 1):
+        outbox.put(step(number, SequenceOutput("a", searched=searched)))
+    [message] = outbox.take()
+    assert isinstance(message, StepOutputs)
+    assert [output.searched for output in message.outputs] == [12]
+
+
 def test_text_and_logprobs_are_concatenated() -> None:
     outbox = box(a=1)
     first, second = TokenLogprob(1, -0.5), TokenLogprob(2, -0.25, [(2, -0.25)])
