@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as with_fields
 
-from gateway.http.schemas import ChatRequest
+from gateway.http.schemas import ChatRequest, Message
 from workers.protocol import Ask, Generate, SamplingParams
 
 if TYPE_CHECKING:
@@ -51,11 +51,22 @@ def asked(prepared: Prepared) -> Ask:
     chat = isinstance(request, ChatRequest)
     body |= _logprobs(generate.params.logprobs, chat=chat)
     if isinstance(request, ChatRequest):
-        body["messages"] = [{"role": message.role, "content": message.content} for message in request.messages]
+        body["messages"] = [_message(message) for message in request.messages]
+        if request.toolbox is not None:
+            body |= request.toolbox.asked
         return Ask("chat", body)
     prompt = request.prompt
     body["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
     return Ask("completions", body)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    asked: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        asked["tool_calls"] = [call.document for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        asked["tool_call_id"] = message.tool_call_id
+    return asked
 
 
 def _logprobs(wanted: int | None, *, chat: bool) -> dict[str, Any]:

@@ -39,7 +39,10 @@ class EstimatedTokenizer:
             words.byteswap()
         return words.tolist()
 
-    def encode_chat(self, messages: Sequence[Any]) -> list[int]:
+    knows_tools = False
+    """It knows no template; a described tool is as long as a native one."""
+
+    def encode_chat(self, messages: Sequence[Any], *, tools: Sequence[Any] | None = None) -> list[int]:
         """The contents one after the other, each in a frame of ``TOKENS_PER_MESSAGE``. Raises EncodeError."""
         ids: list[int] = []
         for message in messages:

@@ -12,16 +12,18 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from gateway import toolprompt
 from gateway.choices import ChoiceStream, Decoder
 from gateway.errors import bad_request
 from gateway.grammar_check import GrammarCheck, GrammarRefusedError
-from gateway.http.schemas import ChatRequest, CompletionRequest, to_template
+from gateway.http.schemas import ChatRequest, CompletionRequest
 from gateway.jobs import make_job
 from gateway.labels import Labels
 from gateway.output_budget import Context, output_budget
@@ -53,8 +55,15 @@ class TextTokenizer(Protocol):
         """Ids of a raw prompt. Raises EncodeError."""
         ...
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Ids of a chat in the model's template. Raises ChatTemplateError, EncodeError."""
+        ...
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template describes ``tools`` and calls in the form of ``toolbox.py``."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -277,12 +286,19 @@ class Intake:
 def _reader(request: AnyRequest, tokenizer: TextTokenizer) -> tuple[int, int, Callable[[], list[int]]]:
     """How many characters and how many messages are to be encoded, and how it is done."""
     if isinstance(request, ChatRequest):
-        messages = to_template(request.messages)
-        return sum(len(m["content"]) for m in messages), len(messages), lambda: tokenizer.encode_chat(messages)
+        return _chat_reader(request, tokenizer)
     prompt = request.prompt
     if isinstance(prompt, str):
         return len(prompt), 0, lambda: tokenizer.encode_text(prompt)
     return len(prompt), 0, lambda: list(prompt)
+
+
+def _chat_reader(request: ChatRequest, tokenizer: TextTokenizer) -> tuple[int, int, Callable[[], list[int]]]:
+    tools = request.toolbox.shown if request.toolbox is not None else ()
+    messages, documents = toolprompt.rendered(request.messages, tools, native=tokenizer.knows_tools)
+    beside = [documents, *(message["tool_calls"] for message in messages if "tool_calls" in message)]
+    chars = sum(len(message["content"]) for message in messages) + (len(json.dumps(beside)) if any(beside) else 0)
+    return chars, len(messages), lambda: tokenizer.encode_chat(messages, tools=documents)
 
 
 def _check_tokens(tokens: list[int], vocab: int, param: str) -> None:

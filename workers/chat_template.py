@@ -26,7 +26,7 @@ from datetime import datetime
 from typing import Any, NoReturn, SupportsIndex
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -227,8 +227,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = environment.from_string(source)
+            named = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template has a mistake in line {error.lineno}") from error
+        self.knows_tools = "tools" in named and "<tool_call>" in source
+        """It describes tools, and writes calls in the form that the gateway reads."""
 
     def segments(
         self,

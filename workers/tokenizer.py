@@ -111,6 +111,11 @@ class Tokenizer:
         """Can it do chats?"""
         return self._template is not None
 
+    @property
+    def knows_tools(self) -> bool:
+        """Does the template describe ``tools``, and write calls between ``<tool_call>`` tags as Hermes and Qwen do?"""
+        return self._template is not None and self._template.knows_tools
+
     def chat_segments(
         self, messages: Messages, *, tools: Tools | None = None, add_generation_prompt: bool = True
     ) -> list[Segment]:

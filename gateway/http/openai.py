@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 from gateway.choices import Alternative, ChoiceDelta, ScoredToken
 from gateway.errors import ApiError
 from gateway.http import sse
-from gateway.http.schemas import Request
+from gateway.http.schemas import ChatRequest, Request
+from gateway.toolcalls import CallPiece, CallReader, whole_calls
 from policies.types import Usage
 
 Json = dict[str, Any]
@@ -160,9 +161,13 @@ class ChatFormat(Format):
     def __init__(self, **base: Any) -> None:
         super().__init__(**base)
         self._begun: set[int] = set()
+        request = base.get("request")
+        self._calls = isinstance(request, ChatRequest) and request.toolbox is not None and bool(request.toolbox.shown)
+        """Whether texts may hold calls of tools."""
+        self._readers: dict[int, CallReader] = {}
 
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
-        """Role first, then text, then the finish reason."""
+        """Role first, then text and calls of tools, then the finish reason."""
         if delta.empty:
             return []
         out = []
@@ -170,18 +175,54 @@ class ChatFormat(Format):
             self._begun.add(delta.index)
             opening = {"delta": {"role": "assistant", "content": "", "refusal": None}}
             out.append(self._chunk(delta.index, opening, None, None))
-        if delta.text or delta.scored:
-            out.append(self._chunk(delta.index, {"delta": {"content": delta.text}}, None, self._scores(delta.scored)))
+        reader = self._readers.setdefault(delta.index, CallReader()) if self._calls else None
+        if reader is None:
+            if delta.text or delta.scored:
+                out.append(self._part(delta, {"content": delta.text}))
+        else:
+            out += self._parts(delta, reader)
         if delta.finish in _REASONS:
-            out.append(self._chunk(delta.index, {"delta": {}}, delta.finish, None))
+            out.append(self._chunk(delta.index, {"delta": {}}, _reason(delta.finish, reader), None))
         return out
 
+    def _part(self, delta: ChoiceDelta, said: Json, *, scored: bool = True) -> Json:
+        return self._chunk(delta.index, {"delta": said}, None, self._scores(delta.scored if scored else ()))
+
+    def _parts(self, delta: ChoiceDelta, reader: CallReader) -> list[Json]:
+        """Content and pieces of calls. The first chunk has the log probabilities of all that the delta brought."""
+        shown = [reader.feed(delta.text), *([reader.finish()] if delta.finish is not None else [])]
+        content = "".join(part.content for part in shown)
+        parts: list[Json] = [{"content": content}] if content else []
+        parts += [{"tool_calls": [self._call(delta.index, piece)]} for part in shown for piece in part.calls]
+        if not parts and delta.scored:
+            parts.append({})
+        return [self._part(delta, said, scored=place == 0) for place, said in enumerate(parts)]
+
+    def _call(self, choice: int, piece: CallPiece) -> Json:
+        if piece.name is None:
+            return {"index": piece.index, "function": {"arguments": piece.arguments}}
+        return {"index": piece.index, **self._whole_call(choice, piece)}
+
+    def _whole_call(self, choice: int, piece: CallPiece) -> Json:
+        return {
+            "id": call_id(self.id, choice, piece.index),
+            "type": "function",
+            "function": {"name": piece.name, "arguments": piece.arguments},
+        }
+
     def _choice(self, answer: Answer) -> Json:
+        message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
+        reader = CallReader() if self._calls else None
+        if reader is not None:
+            content, calls = whole_calls(reader, answer.text)
+            message["content"] = content or (None if calls else "")
+            if calls:
+                message["tool_calls"] = [self._whole_call(answer.index, call) for call in calls]
         return {
             "index": answer.index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": message,
             "logprobs": self._scores(answer.scored),
-            "finish_reason": self._reason(answer),
+            "finish_reason": _reason(self._reason(answer), reader),
         }
 
     def _scores(self, scored: Sequence[ScoredToken]) -> Json | None:
@@ -223,6 +264,16 @@ class CompletionFormat(Format):
             "top_logprobs": [_ranked(s) for s in scored] if self._logprobs else None,
             "text_offset": [s.offset for s in scored],
         }
+
+
+def call_id(answer: str, choice: int, index: int) -> str:
+    """Names a call; the same for the same answer, however often it is shown."""
+    return "call_" + hashlib.sha256(f"{answer} {choice} {index}".encode()).hexdigest()[:24]
+
+
+def _reason(finish: str, reader: CallReader | None) -> str:
+    """``tool_calls`` for an answer that ended well with calls."""
+    return "tool_calls" if finish == "stop" and reader is not None and reader.called else finish
 
 
 def _entry(token: Alternative) -> Json:

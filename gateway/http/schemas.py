@@ -11,18 +11,19 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
 from gateway.errors import bad_request
-from gateway.grammars import json_text
-from gateway.http import beams, common, unsupported
+from gateway.grammars import json_text, tool_text
+from gateway.http import beams, common, toolfields, unsupported
 from gateway.http.jsonfields import Field, between, checked, read, scrap, split
 from gateway.http.jsonfields import field as spec
 from gateway.http.structure import RESPONSE_FORMAT, JsonFormat, response_format
+from gateway.toolbox import Toolbox, ToolCall
 from workers.protocol import Beams, SamplingParams
 
 MAX_MESSAGES = 4096
@@ -40,6 +41,10 @@ class Message:
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Of the assistant."""
+    tool_call_id: str | None = None
+    """Of a tool's result: the call that it answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +53,6 @@ class Constraint:
 
     grammar: str
     param: str
-
-
-def to_template(messages: Iterable[Message]) -> list[dict[str, str]]:
-    """Messages as a chat template takes them. Those of open models know "system"; "developer" is its newer name."""
-    return [
-        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-        for message in messages
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +107,18 @@ class ChatRequest(Request):
 
     content_param: ClassVar[str] = "messages"
     messages: tuple[Message, ...]
+    toolbox: Toolbox | None = None
+
+    def constraint(self) -> Constraint | None:
+        """What the answer's text must match."""
+        box, form = self.toolbox, self.response_format
+        if box is None or not box.shown:
+            return Request.constraint(self)
+        return Constraint(tool_text(box, None if form is None else form.schema), "tools")
+
+    def features(self) -> frozenset[str]:
+        """Which of ``FEATURES`` it uses, for authorisation."""
+        return Request.features(self) | ({"tools"} if self.toolbox is not None else set())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +134,10 @@ def parse_chat(raw: bytes) -> ChatRequest:
     fields = split(raw)
     common.refuse_unsupported(fields, unsupported.CHAT)
     shared = _shared(fields, {"logprobs": _chat_logprobs(fields)})
-    return ChatRequest(messages=read_messages(fields), **shared)
+    box = toolfields.toolbox(fields)
+    if box is not None and box.shown:
+        _refuse_endless(shared["params"], "tools")
+    return ChatRequest(messages=read_messages(fields), toolbox=box, **shared)
 
 
 async def parse(how: Callable[[bytes], R], raw: bytes) -> R:
@@ -200,7 +212,8 @@ class _Part(msgspec.Struct):
 class _Message(msgspec.Struct):
     role: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(ROLES)})]
     content: str | list[_Part] | None = None
-    tool_calls: Any = None
+    tool_calls: list[toolfields.Called] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None
 
@@ -220,6 +233,7 @@ _LOGPROBS = spec(bool)
 CHAT_FIELDS: Mapping[str, Field[Any]] = {
     "messages": _MESSAGES,
     **_SHARED,
+    **toolfields.FIELDS,
     "logprobs": _LOGPROBS,
     "top_logprobs": _TOP_LOGPROBS,
 }
@@ -246,9 +260,9 @@ def _message(path: str, message: _Message) -> Message:
         raise bad_request(
             f"{path}.role must be one of {', '.join(ROLES)}, got {scrap(message.role)}.", param=f"{path}.role"
         )
-    for name in ("tool_calls", "function_call", "audio"):
-        if getattr(message, name) not in (None, []):
-            why = unsupported.CHAT["tools" if name != "audio" else "audio"].why
+    for name in ("function_call", "audio"):
+        if getattr(message, name) is not None:
+            why = unsupported.CHAT[name].why
             raise bad_request(
                 f"{path}.{name} is not supported: {why}.", param=f"{path}.{name}", code="unsupported_parameter"
             )
@@ -259,7 +273,10 @@ def _message(path: str, message: _Message) -> Message:
         if message.role != "assistant":
             raise bad_request(f"{path}.content is missing; send a string or text parts.", param=f"{path}.content")
         content = ""
-    return Message(message.role, content)
+    if message.tool_calls and message.role != "assistant":
+        raise bad_request(f"{path}.tool_calls belongs to messages of the assistant.", param=f"{path}.tool_calls")
+    calls = toolfields.calls(f"{path}.tool_calls", message.tool_calls)
+    return Message(message.role, content, calls, message.tool_call_id if message.role == "tool" else None)
 
 
 def _part(path: str, part: _Part, role: str) -> str:

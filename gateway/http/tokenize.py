@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from gateway import toolprompt
 from gateway.errors import ApiError, bad_request
 from gateway.http import common
 from gateway.http.jsonfields import Field, read, split
 from gateway.http.jsonfields import field as spec
-from gateway.http.schemas import CHAT_FIELDS, Message, read_messages, to_template
+from gateway.http.schemas import CHAT_FIELDS, Message, read_messages
 from gateway.http.unsupported import CHAT, Unsupported
 from workers.tokenizer import ChatTemplateError, EncodeError, Tokenizer
 
@@ -117,7 +118,7 @@ def tokenize(request: TokenizeRequest, model: ModelHandle) -> bytes:
         if request.prompt is not None:
             tokens = tokenizer.encode_text(request.prompt, prefix=request.add_special_tokens)
         else:
-            messages = to_template(request.messages)
+            messages, _ = toolprompt.rendered(request.messages, (), native=tokenizer.knows_tools)
             segments = tokenizer.chat_segments(messages, add_generation_prompt=request.add_generation_prompt)
             tokens = tokenizer.encode_segments(segments)
     except (ChatTemplateError, EncodeError) as error:

@@ -1,6 +1,6 @@
 """Fields that clients know from the OpenAI API or vLLM, that would change the answer, and that are not implemented.
 
-Such a field gets 400 with its name, unless its value asks for what happens anyway (``tools: []``, ``typical_p: 1``):
+Such a field gets 400 with its name, unless its value asks for what happens anyway (``functions: []``, ``top_a: 0``):
 an ignored field would be a wrong answer that looks right. Everything not listed here nor in ``schemas.py`` is harmless
 or none of the caller's business (``cache_salt``, ``tenant``, ``priority`` …) and is ignored.
 """
@@ -24,7 +24,7 @@ class Unsupported:
         return value is None or any(type(value) is type(same) and value == same for same in self.neutral)
 
 
-_TOOLS = "tool calling is not implemented; describe the tools in a system message instead"
+_TOOLS = "it is the old form; use 'tools', 'tool_choice' and 'tool_calls'"
 _GUIDED = "use 'response_format' with a JSON schema"
 _TEMPLATE = "the chat template is the operator's; a request cannot bring or parametrise one"
 _AUDIO = "only text goes in and out"
@@ -82,8 +82,6 @@ _BOTH: dict[str, Unsupported] = {
 
 CHAT: Mapping[str, Unsupported] = {
     **_BOTH,
-    "tools": Unsupported(_TOOLS, ([],)),
-    "tool_choice": Unsupported(_TOOLS, ("none", "auto")),
     "functions": Unsupported(_TOOLS, ([],)),
     "function_call": Unsupported(_TOOLS, ("none", "auto")),
     "modalities": Unsupported(_AUDIO, (["text"], [])),

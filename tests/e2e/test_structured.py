@@ -74,3 +74,88 @@ def test_bad_schemas_are_400_each_after_a_good_one(server: Server) -> None:
         )
         assert (good.choices[0].message.content or "").startswith("{")
     assert server.workers()[0].pid == pid
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 20},
+                "unit": {"enum": ["celsius", "fahrenheit"]},
+            },
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+OTHER: Any = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
+QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+
+
+def test_tool_calls_there_and_back(server: Server) -> None:
+    """The call is valid, streamed and whole are the same, and its result is taken in."""
+    client = server.client()
+    arguments: Any = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "tools": [WEATHER, OTHER],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "temperature": 0,
+        "max_tokens": 120,
+    }
+    answer = client.chat.completions.create(**arguments)
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert choice.message.tool_calls is not None
+    [call] = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    assert set(json.loads(call.function.arguments)) == {"city", "unit"}
+
+    with client.chat.completions.stream(**arguments) as stream:
+        names = [event.name for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        final = stream.get_final_completion().choices[0]
+    assert len(names) > 1
+    assert set(names) == {"get_weather"}
+    assert final.finish_reason == "tool_calls"
+    assert final.message.tool_calls is not None
+    assert final.message.tool_calls[0].function.arguments == call.function.arguments
+
+    talk = [
+        *QUESTION,
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "Rain, 4 degrees."},
+    ]
+    after = client.chat.completions.create(
+        model=MODEL, messages=talk, tools=[WEATHER], tool_choice="none", max_tokens=8
+    )
+    assert after.choices[0].message.tool_calls is None
+    assert after.choices[0].message.content
+
+
+def test_tools_auto_required_and_parallel(server: Server) -> None:
+    client = server.client()
+    arguments: Any = {"model": MODEL, "messages": QUESTION, "tools": [WEATHER, OTHER], "max_tokens": 100, "seed": 2}
+    required = client.chat.completions.create(**arguments, tool_choice="required", n=3)
+    for choice in required.choices:
+        calls = choice.message.tool_calls or []
+        assert calls
+        if choice.finish_reason == "tool_calls":
+            assert all(isinstance(json.loads(call.function.arguments), dict) for call in calls)  # type: ignore[union-attr]
+    single = client.chat.completions.create(**arguments, tool_choice="required", parallel_tool_calls=False)
+    assert len(single.choices[0].message.tool_calls or []) == 1
+    auto = client.chat.completions.create(**arguments, n=2)
+    for choice in auto.choices:
+        assert choice.message.content or choice.message.tool_calls
+
+
+def test_a_tool_whose_schema_does_not_compile_is_named(server: Server) -> None:
+    broken: Any = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}
+    with pytest.raises(openai.BadRequestError) as error:
+        server.client().chat.completions.create(model=MODEL, messages=QUESTION, tools=[broken])
+    assert error.value.param == "tools"

@@ -16,16 +16,30 @@ import msgspec
 
 from workers.protocol import FinishReason, TextLogprob
 
-FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-"""Ends that the gateway knows. Another one (a filter's, a tool's) is a failure: it is not made up as one of these."""
+FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "tool_calls": "stop"}
+"""Ends that the gateway knows; it says itself that an answer holds calls. Another one (a filter's) is a failure: it is
+not made up as one of these."""
+CALL, ARGUMENTS, CALLED = '<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"
+"""Calls of tools as text, in the form that the gateway reads back."""
 
 
 class ServerError(Exception):
     """The server failed, or says what makes no sense. The text is for the operator's log."""
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int = 0
+    function: _Function | None = None
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
+    tool_calls: list[_Call] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
 
@@ -89,6 +103,25 @@ class Choice:
     """Output tokens so far."""
     finish: FinishReason | None = None
     news: bool = False
+    call: int | None = None
+    """The call that is being written; one ends where the next begins, or with the answer."""
+
+    def calls(self, said: list[_Call]) -> str:
+        """Pieces of calls as text. Raises ServerError for pieces that are out of order."""
+        text = ""
+        for piece in said:
+            function = piece.function or _Function()
+            if piece.index != self.call:
+                if not function.name or piece.index != (0 if self.call is None else self.call + 1):
+                    raise ServerError("a call of a tool begins in the middle")
+                text += self.called() + CALL + msgspec.json.encode(function.name).decode() + ARGUMENTS
+                self.call = piece.index
+            text += function.arguments or ""
+        return text
+
+    def called(self) -> str:
+        """The end of the call that is being written, if there is one."""
+        return "" if self.call is None else f"{CALLED}\n"
 
 
 class Answer:
@@ -144,7 +177,9 @@ class Answer:
         if choice.finish is not None:
             return
         delta = said.delta
-        text = (delta.content or delta.refusal) if delta is not None else said.text
+        text = (delta.content or delta.refusal or "") if delta is not None else (said.text or "")
+        if delta is not None and delta.tool_calls:
+            text += choice.calls(delta.tool_calls)
         if text or (delta is not None and delta.reasoning_content):
             choice.tokens = min(choice.tokens + 1, self._max_tokens)
             choice.news = True
@@ -156,6 +191,8 @@ class Answer:
             if said.finish_reason not in FINISHES:
                 raise ServerError(f"it ended with {said.finish_reason[:40]!r}, which cannot be passed on")
             choice.finish = FINISHES[said.finish_reason]
+            if said.finish_reason != "length" and choice.call is not None:
+                choice.text.append(choice.called())
             choice.news = True
 
     def _count(self, usage: _Usage) -> None:

@@ -204,9 +204,9 @@ async def test_an_error_inside_a_stream_reaches_the_client_as_an_error(client: A
 
 async def test_a_refusal_reaches_the_client_with_its_param_and_request_id(client: AsyncOpenAI) -> None:
     with pytest.raises(BadRequestError) as caught:
-        await client.chat.completions.create(model="m", messages=HELLO, tools=[{"type": "function"}])  # type: ignore[list-item]
+        await client.chat.completions.create(model="m", messages=HELLO, functions=[{"name": "f"}])
     assert (caught.value.param, caught.value.code, caught.value.type) == (
-        "tools",
+        "functions",
         "unsupported_parameter",
         "invalid_request_error",
     )
@@ -314,3 +314,58 @@ def test_usage_counts_what_ran() -> None:
 
 def test_the_fingerprint_follows_the_revision() -> None:
     assert fingerprint("a") == fingerprint("a") != fingerprint("b")
+
+
+TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+
+
+def with_tools(**fields: Any) -> ChatFormat:
+    """The format of a chat that may call ``f``."""
+    body = {"model": "m", "messages": HELLO, **TOOLS, **fields}
+    return ChatFormat(job_id="j", model="m", created=1, logprobs=0, request=parse_chat(json.dumps(body).encode()))
+
+
+def test_calls_are_streamed_name_first_and_whole_at_once() -> None:
+    text = 'Wait.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    scored = ScoredToken(b"x", -0.5)
+    deltas = [ChoiceDelta(0, character, scored=(scored,)) for character in text] + [ChoiceDelta(0, finish="stop")]
+    form = with_tools()
+    chunks = [chunk["choices"][0] for delta in deltas for chunk in form.chunks(delta)]
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "Wait."
+    calls = [chunk["delta"]["tool_calls"][0] for chunk in chunks if "tool_calls" in chunk["delta"]]
+    assert calls[0]["function"] == {"name": "f", "arguments": ""}
+    assert calls[0]["id"].startswith("call_")
+    assert all(set(call) == {"index", "function"} and call["index"] == 0 for call in calls[1:])
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+    assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == ["tool_calls"]
+    assert sum(len((chunk["logprobs"] or {"content": []})["content"]) for chunk in chunks) == len(text)
+    [whole] = with_tools().full(collect(deltas, 1), Usage())["choices"]
+    assert whole["finish_reason"] == "tool_calls"
+    assert whole["message"]["content"] == "Wait."
+    assert whole["message"]["tool_calls"] == [
+        {"id": calls[0]["id"], "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "reason"),
+    [
+        ("plain text", "stop", "stop"),
+        ('<tool_call>\n{"name": "f", "arguments": {"a', "length", "length"),
+        ('<tool_call>\n{"name": "f", "arguments": {"a', "stop", "stop"),
+        ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "length", "length"),
+    ],
+)
+def test_only_complete_calls_are_a_reason(text: str, finish: Any, reason: str) -> None:
+    deltas = [ChoiceDelta(0, text, finish=finish)]
+    [whole] = with_tools().full(collect(deltas, 1), Usage())["choices"]
+    form = with_tools()
+    streamed = [chunk["choices"][0]["finish_reason"] for delta in deltas for chunk in form.chunks(delta)]
+    assert whole["finish_reason"] == streamed[-1] == reason
+
+
+def test_a_text_that_looks_like_a_call_is_text_where_none_is_allowed() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    [whole] = with_tools(tool_choice="none").full(collect([ChoiceDelta(0, text, finish="stop")], 1), Usage())["choices"]
+    assert whole["message"]["content"] == text
+    assert whole["finish_reason"] == "stop"

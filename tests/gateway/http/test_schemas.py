@@ -287,7 +287,7 @@ def test_no_number_that_is_none(field: str, value: str) -> None:
         ),
         ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "file", "file": {}}]}], "messages[0].content[0].type"),
-        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0]"),
         ([{"role": "assistant", "function_call": {"name": "x"}}], "messages[0].function_call"),
         ([{"role": "assistant", "audio": {"id": "x"}}], "messages[0].audio"),
         ([{"role": "user", "content": "x"}] * 4097, "messages"),
@@ -341,8 +341,6 @@ def test_bad_completion_logprobs(value: Any) -> None:
 
 
 ACTIVE: dict[str, Any] = {
-    "tools": [{"type": "function"}],
-    "tool_choice": "required",
     "functions": [{}],
     "function_call": {"name": "f"},
     "best_of": 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +264,54 @@ async def test_a_response_format_is_handed_on_as_it_was_asked(front: Front) -> N
         assert (await site.complete(response_format=form)).status_code == 200
         [request] = server.requests
         assert request.body["response_format"] == form
+
+
+def call(index: int, name: str | None = None, arguments: str = "") -> dict[str, Any]:
+    function = {"arguments": arguments, **({"name": name} if name else {})}
+    return {"index": index, "function": function, **({"id": f"theirs{index}", "type": "function"} if name else {})}
+
+
+async def test_tools_go_out_and_calls_come_back(front: Front) -> None:
+    """Asked in the API's words; streamed calls reach our caller as calls, also when it collects them."""
+
+    async def script(exchange: Exchange) -> None:
+        deltas = [
+            {"role": "assistant", "content": "Wait."},
+            {"tool_calls": [call(0, "look")]},
+            {"tool_calls": [call(0, arguments='{"a": ')]},
+            {"tool_calls": [call(0, arguments='"}"}')]},
+            {"tool_calls": [call(1, "stay", "{}")]},
+        ]
+        events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+        events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+        await exchange.whole("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "stay")]
+    given: Any = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages: Any = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [given]},
+        {"role": "tool", "content": "seen", "tool_call_id": "c"},
+    ]
+    async with scripted(script) as server, front(server.url) as site:
+        client = site.client()
+        arguments: Any = {"model": "echo", "messages": messages, "tools": tools, "tool_choice": "required"}
+        whole = (await client.chat.completions.create(**arguments)).choices[0]
+        assert server.requests[0].body["messages"] == messages
+        assert [tool["function"]["name"] for tool in server.requests[0].body["tools"]] == ["look", "stay"]
+        assert server.requests[0].body["tool_choice"] == "required"
+        assert whole.finish_reason == "tool_calls"
+        assert whole.message.content == "Wait."
+        calls = [(one.function.name, one.function.arguments) for one in whole.message.tool_calls or []]  # type: ignore[union-attr]
+        assert calls == [("look", '{"a": "}"}'), ("stay", "{}")]
+        stream = await client.chat.completions.create(**arguments, stream=True)
+        fragments = [
+            (piece.index, piece.function.arguments or "")
+            async for chunk in stream
+            for choice in chunk.choices
+            for piece in choice.delta.tool_calls or []
+            if piece.function is not None
+        ]
+        for index, (_, expected) in enumerate(calls):
+            assert "".join(text for place, text in fragments if place == index) == expected
+        await client.close()
