@@ -284,7 +284,8 @@ async def test_tools_go_out_and_calls_come_back(front: Front) -> None:
         ]
         events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
         events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
-        await exchange.whole("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+        lines = [json.dumps(said) for said in events]
+        await exchange.whole("".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode())
 
     tools: Any = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "stay")]
     given: Any = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
