@@ -39,6 +39,7 @@ from workers.spans import SpanContext, SpanData
 CAPACITY = 8_192
 _BATCH = 128  # small, so that serialising one batch stays far below a millisecond
 _DELAY_MS = 1_000
+_HOPELESS_S = 0.2
 _NOISY = (
     "opentelemetry.exporter.otlp.proto.grpc.exporter",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -137,6 +138,8 @@ class SpanSink:
         self._pending = 0
         self._idle = threading.Condition(self._lock)
         self._closed = False
+        self._answers = True
+        """Whether the collector took the last batch."""
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Sequence[SpanData]], int] | None] = queue.SimpleQueue()
         self._exporter = exporter
         self._ids = _PresetIds()
@@ -189,12 +192,17 @@ class SpanSink:
                 self._idle.wait_for(lambda: not self._pending, timeout=min(0.05, max(0.0, deadline - time.monotonic())))
         return not self._pending
 
-    def shutdown(self, timeout_s: float = 1.0) -> None:
-        """Send what is pending for at most ``timeout_s``, then give up; the rest counts as dropped. Idempotent."""
+    def shutdown(self, timeout_s: float = 0.75) -> None:
+        """Send what is pending for at most ``timeout_s``, then give up; the rest counts as dropped. Idempotent.
+
+        A collector that did not take the last batch is hardly waited for.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+        if not self._answers:
+            timeout_s = min(timeout_s, _HOPELESS_S)
         deadline = time.monotonic() + timeout_s
         self._inbox.put(None)
         self._feeder.join(timeout_s / 2)
@@ -209,6 +217,7 @@ class SpanSink:
             self._on_dropped("shutdown", left)
 
     def _done(self, spans: int, taken: bool) -> None:
+        self._answers = taken
         with self._idle:
             if self._closed and not self._pending:
                 return  # already counted as dropped by shutdown

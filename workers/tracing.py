@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from workers.telemetry import SpanSink
 
 SERVICE = "forebay-worker"
-SHUTDOWN_S = 1.0
+SHUTDOWN_S = 0.7
 HOLD_S = 30.0
 MOST_HELD = 4_096
 MOST_STEPS = 256

@@ -29,6 +29,7 @@ from tests.e2e.harness import CROWD, MODEL, Server, serving, token
 from tests.otlp import OtlpReceiver
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
+WARM_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -51,32 +52,39 @@ def changes(running: int) -> dict[str, Any]:
     }
 
 
-async def caller(http: httpx.AsyncClient, number: int, until: float, counted: list[int], failed: list[int]) -> None:
-    """One caller in a closed loop; the tokens of answers that ended in time."""
+async def caller(http: httpx.AsyncClient, number: int, failed: list[int]) -> None:
+    """One caller in a closed loop, for ever; no two prompts begin alike."""
     turn = 0
-    while time.monotonic() < until:
+    while True:
         turn += 1
         prompt = [(number * 977 + turn * 31 + place) % 40_000 + 100 for place in range(PROMPT_TOKENS)]
         body = {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
         answer = await http.post("/v1/completions", json=body)
         if answer.status_code != 200:
             failed.append(answer.status_code)
-        elif time.monotonic() < until:
-            counted.append(answer.json()["usage"]["completion_tokens"])
+
+
+def counted(server: Server, series: str) -> float:
+    """The sum of the gateway's samples whose line begins so."""
+    lines = server.admin("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(series))
 
 
 async def load(server: Server, running: int, seconds: float) -> tuple[float, int]:
-    """Output tokens per second, and how many requests failed."""
+    """Tokens per second that the engine computes for ``running`` callers, and how many requests failed."""
     headers = {"authorization": f"Bearer {token('crowd')}"}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.info["url"], headers=headers, timeout=120, limits=limits) as http:
-        warm: list[int] = []
         failed: list[int] = []
-        await asyncio.gather(*(caller(http, n, time.monotonic() + 1, warm, failed) for n in range(running)))
-        counted: list[int] = []
-        began = time.monotonic()
-        await asyncio.gather(*(caller(http, n + 1000, began + seconds, counted, failed) for n in range(running)))
-    return sum(counted) / seconds, len(failed)
+        calls = [asyncio.create_task(caller(http, number, failed)) for number in range(running)]
+        await asyncio.sleep(WARM_S)
+        before, began = await asyncio.to_thread(counted, server, "forebay_service_tokens_total"), time.monotonic()
+        await asyncio.sleep(seconds)
+        after, took = await asyncio.to_thread(counted, server, "forebay_service_tokens_total"), time.monotonic() - began
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    return (after - before) / took, len(failed)
 
 
 def measure(environment: Mapping[str, str], running: int, seconds: float) -> Run:
@@ -87,8 +95,7 @@ def measure(environment: Mapping[str, str], running: int, seconds: float) -> Run
     ):
         server.wait_ready()
         tokens_s, failed = asyncio.run(load(server, running, seconds))
-        lines = server.admin("/metrics").text.splitlines()
-        dropped = sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("forebay_spans_dropped_total"))
+        dropped = counted(server, "forebay_spans_dropped_total")
         began = time.monotonic()
         server.stop()
         return Run(tokens_s, failed, dropped, time.monotonic() - began)
@@ -128,7 +135,7 @@ def deaf(answers: bool) -> Iterator[dict[str, str]]:
 def show(name: str, run: Run) -> None:
     """One line."""
     sys.stdout.write(
-        f"{name:<22}{run.tokens_s:>9.1f} output tokens/s  {run.failed:>3} failed  {run.dropped:>8.0f} spans dropped  "
+        f"{name:<22}{run.tokens_s:>9.1f} tokens/s  {run.failed:>3} failed  {run.dropped:>8.0f} spans dropped  "
         f"{run.stop_s:>5.2f} s to stop\n"
     )
     sys.stdout.flush()
