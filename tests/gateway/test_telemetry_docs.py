@@ -47,7 +47,7 @@ def names(cell: str) -> set[str]:
     return set(re.findall(r"`([^`]+)`", cell))
 
 
-SPANS, EVENTS, GATEWAY, WORKER = tables()
+_COST, SPANS, EVENTS, GATEWAY, WORKER = tables()
 
 
 @pytest.fixture(scope="module")
