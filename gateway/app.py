@@ -1,4 +1,5 @@
-"""The public routes. Everything else is 404 in the API's shape; only the two health checks need no credential.
+"""The public routes. Everything else is 404 in the API's shape; only the health checks and the API's description need
+no credential.
 
 Rules
 - Routes match exactly: no trailing slash, no other spelling, no method but those listed (405 with ``Allow``).
@@ -21,11 +22,13 @@ from gateway.http.admin import admin_app
 from gateway.http.embeddings import embed, parse_embeddings
 from gateway.http.middleware import error_response, exception_handlers, guard
 from gateway.http.openai import ChatFormat, CompletionFormat
+from gateway.http.openapi import document
 from gateway.http.responses import ResponsesFormat, parse_responses
 from gateway.http.schemas import parse_chat, parse_completion
 from gateway.http.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
 from gateway.service import Gateway
 from gateway.tenants import EffectiveTenant
+from gateway.version import version
 from gateway.visit import Endpoint, Errand, rate_headers
 
 __all__ = ["ENDPOINTS", "admin_app", "public_app"]
@@ -49,6 +52,7 @@ def public_app(gateway: Gateway) -> ASGIApp:
         *(Route(endpoint.route, _Posted(gateway, endpoint), methods=["POST"]) for endpoint in ENDPOINTS),
         Route("/v1/models", _for_tenant(gateway, _models(gateway)), methods=["GET"]),
         Route("/v1/models/{model:path}", _for_tenant(gateway, _model(gateway)), methods=["GET"]),
+        Route("/openapi.json", _described(), methods=["GET"]),
         Route("/healthz", _health, methods=["GET"]),
         Route("/readyz", _readiness(gateway), methods=["GET"]),
     ]
@@ -100,6 +104,16 @@ def _model(gateway: Gateway) -> Answer:
         return JSONResponse(gateway.parts.models.get(request.path_params["model"], tenant).describe())
 
     return answer
+
+
+def _described() -> Callable[[Request], Awaitable[Response]]:
+    """The API's own description, for everybody: it says nothing of this deployment."""
+    body = document(version())
+
+    async def endpoint(_: Request) -> Response:
+        return Response(body, media_type="application/json")
+
+    return endpoint
 
 
 async def _health(_: Request) -> Response:

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import cast
 
@@ -54,6 +53,7 @@ from gateway.state.registrar import Registrar
 from gateway.telemetry import Telemetry, setup
 from gateway.tenants import Tenants
 from gateway.tls import Certificates
+from gateway.version import version
 from gateway.worker_slot import SlotOptions
 from policies.manager import make_manager, tenant_from_claims
 from policies.registry import Registry
@@ -261,8 +261,4 @@ def _relay(worker: str, line: str) -> None:
 
 
 def _versions() -> dict[str, str]:
-    try:
-        version = metadata.version("forebay")
-    except metadata.PackageNotFoundError:
-        version = "source"
-    return {"forebay": version, "python": platform.python_version()}
+    return {"forebay": version(), "python": platform.python_version()}

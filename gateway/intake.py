@@ -186,11 +186,13 @@ class Intake:
         self._public = public or PublicPrefixes()
         self._grammars = grammars or GrammarCheck()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="errand")
 
     async def close(self) -> None:
         """End the threads and the grammar compilers; encodings that run are finished first."""
         await self._grammars.close()
-        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
+        for threads in (self._threads, self._aside):
+            await asyncio.to_thread(threads.shutdown, wait=True, cancel_futures=True)
 
     async def prepare(
         self,
@@ -256,7 +258,7 @@ class Intake:
             return tokens, tuple(PrefixKey(key) for key in keys), public
 
         try:
-            return await self.offload(chars + MESSAGE_CHARS * messages, work)
+            return await _inline_or_in(self._threads, chars + MESSAGE_CHARS * messages, work)
         except (ChatTemplateError, EncodeError) as error:
             text = str(error)
             raise bad_request(f"{text[:1].upper()}{text[1:]}.", param=request.content_param) from None
@@ -276,11 +278,16 @@ class Intake:
             ) from None
         return constraint.grammar
 
-    async def offload(self, chars: int, work: Callable[[], T]) -> T:
-        """Run ``work`` here where it costs no more than encoding ``INLINE_CHARS``, else in a thread."""
-        if chars <= INLINE_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def aside(self, chars: int, work: Callable[[], T]) -> T:
+        """Run an errand, in a thread where it is long: one of their own, so that no prompt waits behind them."""
+        return await _inline_or_in(self._aside, chars, work)
+
+
+async def _inline_or_in(threads: ThreadPoolExecutor, chars: int, work: Callable[[], T]) -> T:
+    """Run ``work`` here where it costs no more than encoding ``INLINE_CHARS``, else in a thread."""
+    if chars <= INLINE_CHARS:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 def _reader(request: AnyRequest, tokenizer: TextTokenizer) -> tuple[int, int, Callable[[], list[int]]]:

@@ -40,6 +40,8 @@ INLINE_BYTES = 256 * 1024
 """A longer body is hashed in a thread."""
 ENTRY_BYTES = 1024
 """What a key takes besides its answer."""
+CHUNK_BYTES = 64
+"""What each piece of an answer takes besides its content."""
 _SANE_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
@@ -85,7 +87,7 @@ class Recording:
         else:
             data = message.get("body", b"")
             self._chunks.append(data)
-            self.size += len(data)
+            self.size += len(data) + CHUNK_BYTES
             self.whole = not message.get("more_body", False)
         self._changed()
         return self.size - before

@@ -20,11 +20,13 @@ import msgspec
 
 from gateway.choices import Alternative, ChoiceDelta, ScoredToken
 from gateway.errors import ApiError, bad_request
+from gateway.grammars import ANY_OBJECT
 from gateway.http import common, sse, unsupported
 from gateway.http.jsonfields import Field, between, checked, read, scrap, split
 from gateway.http.jsonfields import field as spec
 from gateway.http.openai import Answer, Format, Json, finite
-from gateway.http.schemas import MAX_MESSAGES, ChatRequest, Message
+from gateway.http.schemas import MAX_MESSAGES, ChatRequest, Message, refuse_endless
+from gateway.http.structure import JsonFormat, NamedSchema, json_format
 from gateway.http.unsupported import Unsupported
 from policies.types import Usage
 
@@ -80,8 +82,8 @@ class _Item(msgspec.Struct):
     type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["message"]})] = "message"
 
 
-class _TextFormat(msgspec.Struct):
-    type: str = "text"
+class _TextFormat(NamedSchema):
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["text", "json_object", "json_schema"]})] = "text"
 
 
 class _Text(msgspec.Struct):
@@ -124,14 +126,9 @@ def parse_responses(raw: bytes) -> ResponsesRequest:
     top: int = read(fields, "top_logprobs", _TOP_LOGPROBS, 0)
     wanted = top or LOGPROBS in read(fields, "include", _INCLUDE, [])
     shared = common.read_common(fields, {"logprobs": top if wanted else None})
-    text: _Text = read(fields, "text", _TEXT, _Text())
-    if text.format is not None and text.format.type != "text":
-        raise bad_request(
-            f"text.format.type must be 'text', got {scrap(text.format.type)}; for other formats use "
-            "/v1/chat/completions with response_format.",
-            param="text.format",
-            code="unsupported_parameter",
-        )
+    shape = _shape(read(fields, "text", _TEXT, _Text()).format or _TextFormat())
+    if shape is not None:
+        refuse_endless(shared["params"], "text.format")
     instructions: str | None = read(fields, "instructions", _INSTRUCTIONS, None)
     first = () if instructions is None else (Message("system", instructions),)
     return ResponsesRequest(
@@ -140,8 +137,24 @@ def parse_responses(raw: bytes) -> ResponsesRequest:
         max_tokens=read(fields, "max_output_tokens", common.COUNT, None),
         max_tokens_param="max_output_tokens",
         top_logprobs=top,
+        response_format=shape,
         **shared,
     )
+
+
+def _shape(asked: _TextFormat) -> JsonFormat | None:
+    """The answer's shape; None for any text. Raises ApiError 400."""
+    if asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return JsonFormat(ANY_OBJECT, "text.format", {"type": "json_object"})
+    if asked.type != "json_schema":
+        raise bad_request(
+            f"text.format.type must be text, json_object or json_schema, got {scrap(asked.type)}.",
+            param="text.format.type",
+        )
+    named = NamedSchema(asked.name, asked.schema, asked.strict, asked.description)
+    return json_format(named, "text.format")
 
 
 def _messages(fields: Mapping[str, msgspec.Raw]) -> Iterable[Message]:
@@ -230,7 +243,7 @@ class ResponsesFormat(Format):
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": request.params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format_body(request.response_format)},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": request.top_logprobs,
@@ -308,6 +321,14 @@ class ResponsesFormat(Format):
         number = self._events
         self._events += 1
         return sse.named_event(kind, {"type": kind, "sequence_number": number, **content})
+
+
+def _format_body(shape: JsonFormat | None) -> Json:
+    """The answer's shape as this API words it."""
+    if shape is None:
+        return {"type": "text"}
+    asked = dict(shape.asked)
+    return {**asked.pop("json_schema", {}), **asked}
 
 
 def usage_body(usage: Usage) -> Json:

@@ -136,7 +136,7 @@ def parse_chat(raw: bytes) -> ChatRequest:
     shared = _shared(fields, {"logprobs": _chat_logprobs(fields)})
     box = toolfields.toolbox(fields)
     if box is not None and box.shown:
-        _refuse_endless(shared["params"], "tools")
+        refuse_endless(shared["params"], "tools")
     return ChatRequest(messages=read_messages(fields), toolbox=box, **shared)
 
 
@@ -162,7 +162,7 @@ def _shared(fields: Mapping[str, msgspec.Raw], extra_params: Mapping[str, Any]) 
     shared["beams"] = beams.beams(fields, shared["n"])
     shared["response_format"] = response_format(fields)
     if shared["response_format"] is not None:
-        _refuse_endless(shared["params"], "response_format")
+        refuse_endless(shared["params"], "response_format")
     options = read(fields, "stream_options", common.STREAM_OPTIONS, None)
     if options is not None and not shared["stream"]:
         raise bad_request("stream_options is only allowed with stream: true.", param="stream_options")
@@ -171,8 +171,8 @@ def _shared(fields: Mapping[str, msgspec.Raw], extra_params: Mapping[str, Any]) 
     return shared
 
 
-def _refuse_endless(params: SamplingParams, param: str) -> None:
-    """A grammar says where its text may end; nothing else may forbid that."""
+def refuse_endless(params: SamplingParams, param: str) -> None:
+    """A grammar says where its text may end; nothing else may forbid that. Raises ApiError 400."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(params, name):
             raise bad_request(f"{name} cannot be combined with {param}: the format decides where its text ends.", name)

@@ -1,15 +1,22 @@
-"""What users have: the official client, sync and async, streamed and not, and curl."""
+"""What users have: the official client, both its kinds; LangChain, the ``llm`` command, curl, a socket."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
+from langchain_openai import ChatOpenAI
+from pydantic import SecretStr
 
 from tests.e2e.harness import MODEL, Server, token
 
@@ -85,6 +92,113 @@ def test_several_choices_logprobs_and_stop(server: Server) -> None:
     stopped = client.chat.completions.create(**SHORT, stop=["Paris"])
     assert "Paris" not in (stopped.choices[0].message.content or "")
     assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_responses_say_the_same_as_a_chat(server: Server) -> None:
+    client = server.client()
+    chat = client.chat.completions.create(**SHORT)
+    asked: dict[str, Any] = {"model": MODEL, "input": CAPITAL, "temperature": 0, "max_output_tokens": 24}
+    whole = client.responses.create(**asked)
+    assert whole.output_text == chat.choices[0].message.content
+    with client.responses.stream(**asked) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert text == whole.output_text
+    assert whole.usage is not None
+    assert chat.usage is not None
+    assert whole.usage.total_tokens == chat.usage.total_tokens
+
+
+def test_tokens_are_counted_as_a_chat_counts_them(server: Server) -> None:
+    headers = server.authorization("search")
+    url = server.info["url"]
+    counted = httpx.post(f"{url}/tokenize", json={"model": MODEL, "messages": CAPITAL}, headers=headers).json()
+    chat = server.client().chat.completions.create(**SHORT)
+    assert chat.usage is not None
+    assert counted["count"] == chat.usage.prompt_tokens
+    text = httpx.post(f"{url}/detokenize", json={"model": MODEL, "tokens": counted["tokens"]}, headers=headers).json()
+    assert "What is the capital of France?<|im_end|>" in text["prompt"]
+
+
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_langchain(server: Server, responses: bool) -> None:
+    model = ChatOpenAI(
+        base_url=server.info["base_url"],
+        api_key=SecretStr(token("search")),
+        model=MODEL,
+        temperature=0,
+        max_completion_tokens=24,
+        max_retries=0,
+        stream_usage=True,
+        use_responses_api=responses,
+    )
+    whole = model.invoke("What is the capital of France?")
+    assert "Paris" in whole.text
+    assert whole.usage_metadata is not None
+    assert whole.usage_metadata["output_tokens"] > 0
+    pieces = list(model.stream("What is the capital of France?"))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert sum(piece.usage_metadata["output_tokens"] for piece in pieces if piece.usage_metadata) > 0
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-stream"]], ids=["streamed", "whole"])
+def test_the_llm_command(server: Server, tmp_path: Path, flags: list[str]) -> None:
+    entry = (
+        f"- model_id: forebay\n  model_name: {MODEL}\n  api_base: {server.info['base_url']}\n  api_key_name: forebay\n"
+    )
+    (tmp_path / "extra-openai-models.yaml").write_text(entry)
+    (tmp_path / "keys.json").write_text(json.dumps({"forebay": token("search")}))
+    command = [sys.executable, "-m", "llm", "-m", "forebay", "-o", "temperature", "0", "-o", "max_tokens", "24", *flags]
+    done = subprocess.run(
+        [*command, "What is the capital of France?"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "LLM_USER_PATH": str(tmp_path), "HOME": str(tmp_path)},
+    )
+    assert "Paris" in done.stdout
+
+
+def on_a_socket(server: Server, request: bytes) -> bytes:
+    """What comes back over a connection that the server ends."""
+    with socket.create_connection(("127.0.0.1", server.info["port"]), timeout=60) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_a_client_made_of_a_socket(server: Server) -> None:
+    """HTTP/1.1 with chunks, two requests in one piece, and HTTP/1.0, whose end is the connection's."""
+    body = json.dumps({**SHORT, "stream": True}).encode()
+    head = f"host: x\r\nauthorization: Bearer {token('search')}\r\ncontent-length: {len(body)}\r\n".encode()
+    first = b"POST /v1/chat/completions HTTP/1.1\r\n" + head + b"\r\n" + body
+    last = b"POST /v1/chat/completions HTTP/1.1\r\nconnection: close\r\n" + head + b"\r\n" + body
+    answers = on_a_socket(server, first + last).split(b"HTTP/1.1 200 OK\r\n")[1:]
+    texts = [chat_text(unchunked(answer.partition(b"\r\n\r\n")[2])) for answer in answers]
+    assert len(texts) == 2
+    assert texts[0] == texts[1]
+    assert "Paris" in texts[0]
+    old = on_a_socket(server, b"POST /v1/chat/completions HTTP/1.0\r\n" + head + b"\r\n" + body)
+    assert chat_text(old.partition(b"\r\n\r\n")[2]) == texts[0]
+
+
+def unchunked(body: bytes) -> bytes:
+    """A chunked body's content. Fails where a chunk is not as long as it says, or the last one is missing."""
+    content = b""
+    while True:
+        size, _, body = body.partition(b"\r\n")
+        length = int(size, 16)
+        assert body[length : length + 2] == b"\r\n"
+        content, body = content + body[:length], body[length + 2 :]
+        if not length:
+            assert body == b""
+            return content
+
+
+def chat_text(stream: bytes) -> str:
+    """The text of a whole stream of chat chunks."""
+    events = [line.removeprefix("data: ") for line in stream.decode().splitlines() if line]
+    assert events[-1] == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1])
 
 
 def test_models_are_listed(server: Server) -> None:

@@ -122,7 +122,8 @@ WALK = [
     ("DELETE", "/admin/tenants/alpha/cache"),
     ("GET", "/console"),
     ("GET", "/docs"),
-    ("GET", "/openapi.json"),
+    ("POST", "/openapi.json"),
+    ("GET", "/openapi.yaml"),
     ("POST", "/generate"),
     ("POST", "/healthz"),
     ("OPTIONS", "/v1/completions"),
@@ -162,6 +163,20 @@ async def test_without_a_credential_nothing_is_served(
     answer = await shared.http.post(path, json=body, headers=headers)
     assert answer.status_code == 401
     assert (await shared.http.get("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_ranges_and_parts_of_a_body_are_nothing_here(shared: Site) -> None:
+    """security 49: nobody parses them, so nobody can be kept busy with them."""
+    ranges = "bytes=" + ",".join(f"{start}-{start}" for start in range(0, 9_000, 2))
+    whole = await shared.http.get("/openapi.json")
+    many = await shared.http.get("/openapi.json", headers={"range": ranges})
+    assert (many.status_code, many.content) == (200, whole.content)
+    more = await shared.http.get("/openapi.json", headers={"range": f"{ranges},{ranges},{ranges}"})
+    assert more.status_code == 431
+    part = b'--x\r\ncontent-disposition: form-data; name="f"\r\n\r\nv\r\n'
+    headers = {**bearer(), "content-type": "multipart/form-data; boundary=x"}
+    answer = await shared.http.post("/v1/completions", content=part * 20_000 + b"--x--\r\n", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
 
 
 async def test_two_credentials_are_none(shared: Site) -> None:

@@ -57,6 +57,20 @@ async def test_instructions_and_input_become_a_chat() -> None:
     assert parsed(include=["reasoning.encrypted_content"]).params.logprobs is None
 
 
+async def test_a_format_is_a_chats_response_format() -> None:
+    shape = {"type": "json_schema", "name": "pair", "schema": {"type": "object"}, "strict": True}
+    request = parsed(text={"format": shape})
+    constraint = request.constraint()
+    assert constraint is not None
+    assert constraint.param == "text.format.schema"
+    assert '"type":"object"' in constraint.grammar
+    answer = ResponsesFormat(job_id="1", model="m", created=1, request=request)._response("in_progress", [])
+    assert answer["text"] == {"format": shape}
+    assert "json_schema" in request.features()
+    plain = parsed(text={"format": {"type": "json_object"}, "verbosity": "low"})
+    assert plain.response_format is not None
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -73,7 +87,9 @@ async def test_instructions_and_input_become_a_chat() -> None:
         ({"n": 2}, "n"),
         ({"best_of": 2}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_object"}}, "ignore_eos": True}, "ignore_eos"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
