@@ -79,7 +79,7 @@ def _for_tenant(gateway: Gateway, answer: Answer) -> Callable[[Request], Awaitab
     async def endpoint(request: Request) -> Response:
         policies = parts.runtime.current
         principal = await parts.gatekeeper.authenticate(request.scope, policies)
-        tenant = parts.tenants.get(principal.tenant)
+        tenant = parts.tenants.of(principal)
         headers = rate_headers(tenant, principal, None, policies.quota, time.monotonic())
         try:
             response = answer(request, tenant)

@@ -35,6 +35,7 @@ from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.monitor import LiveMonitor
 from gateway.pipeline import Pipeline
+from gateway.placement import with_labels
 from gateway.pool import Pool
 from gateway.public_prefixes import FILE as PUBLIC_PREFIXES
 from gateway.public_prefixes import PublicPrefixes
@@ -113,7 +114,8 @@ def build(
         monitor = LiveMonitor(metrics, manager)
         tenants = Tenants(settings, Epochs(state and state / EPOCHS))
         public_prefixes = PublicPrefixes(state and state / PUBLIC_PREFIXES)
-        models = Models(settings.models)
+        labelled = [with_labels(model, registry) for model in settings.models]
+        models = Models(labelled)
         dispatchers = {
             model.name: Dispatcher(
                 models.handle(model.name),
@@ -130,7 +132,7 @@ def build(
         runtime.attach(dispatchers)
         pools = [
             _pool(model, config, dispatchers[model.name], registry, settings, telemetry, base_dir, env)
-            for model in settings.models
+            for model in labelled
             for config in model.pools
         ]
         registrar = Registrar(state, keys, env)  # last: it opens files
@@ -206,8 +208,6 @@ def _pool(
     spec = registry.launcher(config.launch.use)
     if model.source is None and not spec.upstream:
         raise BuildError(f"models: {model.name}: source {SOURCELESS.format(config.name)}")
-    if spec.upstream and "external" not in config.labels:
-        config = config.model_copy(update={"labels": {**config.labels, "external": "true"}})
     return Pool(
         model.name,
         model.source or "",

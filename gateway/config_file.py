@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from gateway import yaml_source
+from gateway.config_checks import problems
 from gateway.settings import Settings
 from gateway.settings_base import SettingsError
 from gateway.yaml_source import Mistake, Source
@@ -85,7 +86,7 @@ def load(path: str | Path) -> Loaded:
 
 
 def check(settings: Settings, registry: Registry) -> list[Mistake]:
-    """What the registry has against the policies and launchers named: unknown names, wrong ``with:`` values."""
+    """What the registry has against policies and launchers, and what sections say that cannot work together."""
     mistakes: list[Mistake] = []
     for kind in KINDS:
         use = getattr(settings.policies, kind)
@@ -102,7 +103,7 @@ def check(settings: Settings, registry: Registry) -> list[Mistake]:
                 continue
             if model.source is None and not registry.launcher(pool.launch.use).upstream:
                 mistakes.append(Mistake(("models", i, "source"), SOURCELESS.format(pool.name)))
-    return mistakes
+    return [*mistakes, *problems(settings, registry)]
 
 
 def json_schema() -> dict[str, Any]:

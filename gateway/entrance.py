@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from msgspec.structs import replace as with_fields
 
+from gateway import placement
 from gateway import trace_attributes as attributes
 from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError
@@ -82,6 +83,8 @@ class Entrance:
                 headers=joined_headers(visit.scope),
             )
             span.set(attributes.tokenized(prepared.prompt_tokens))
+        if (refusal := placement.refusal(visit.model.name, visit.model.config.pools, prepared.job)) is not None:
+            raise refusal
         visit.trace.tag(attributes.root(job_id=prepared.job.id))
         return prepared
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from gateway.pace import Pace
 from policies.queue import Dispatch, JobQueue
 from policies.spi import Fits
-from policies.types import Job, WorkerView
+from policies.types import EXTERNAL, Job, WorkerView
 
 if TYPE_CHECKING:
     from gateway.worker_handle import WorkerHandle
@@ -235,6 +235,8 @@ def fill(
 def takes(labels: Mapping[str, str], classes: Collection[str], job: Job) -> bool:
     """Whether a pool with these labels, kept for these classes (none: all), may run the job."""
     if classes and job.service_class not in classes:
+        return False
+    if labels.get(EXTERNAL) == "true" and not job.allow_external:
         return False
     return all(labels.get(key) == value for key, value in job.requires.items())
 

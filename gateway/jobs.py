@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gateway.access import class_refused
+from gateway.placement import contradicted, demand, not_placed
 from gateway.settings import ServiceClass
 from gateway.tenants import EffectiveTenant
 from policies.types import Job, JobId, Principal
@@ -21,8 +23,14 @@ def make_job(
     now: float,
     headers: Mapping[str, str] | None = None,
 ) -> Job:
-    """The job of a request as far as it does not depend on its body: no tokens."""
+    """The job of a request as far as it does not depend on its body: no tokens.
+
+    Raises ApiError 403 for a class that is not granted, or requirements that nothing can meet.
+    """
     name, service_class = _service_class(tenant, headers or {})
+    wanted = demand(tenant.requires, tenant.privacy.allow_external, service_class)
+    if wanted.contradiction is not None:
+        raise not_placed(model, contradicted(wanted.contradiction))
     return Job(
         id=job_id,
         tenant=tenant.id,
@@ -38,7 +46,8 @@ def make_job(
         priority=service_class.priority,
         deadline=now + _deadline_s(service_class, headers or {}),
         max_wait_s=service_class.max_wait_s,
-        requires=tenant.requires,
+        requires=wanted.requires,
+        allow_external=wanted.allow_external,
         limits=tenant.limits,
         accounts=tenant.accounts(principal),
         price=tenant.prices.get(model),
@@ -48,13 +57,29 @@ def make_job(
 
 
 def _service_class(tenant: EffectiveTenant, headers: Mapping[str, str]) -> tuple[str, ServiceClass]:
-    """The tenant's class, or the one it asks for when that is not above its own."""
+    """The tenant's class, or the one it asks for when that is not above its own.
+
+    A caller who may not have the tenant's own class gets the best one that it may have. Raises ApiError 403 for a class
+    that is asked for and not granted, or where none is.
+    """
     own = tenant.classes.get(tenant.service_class) or ServiceClass()
     wanted = headers.get("x-forebay-class", "")
     lower = tenant.classes.get(wanted)
     if lower is not None and lower.priority <= own.priority:
+        if (refusal := class_refused(wanted, tenant.grants)) is not None:
+            raise refusal
         return wanted, lower
-    return tenant.service_class, own
+    if (refusal := class_refused(tenant.service_class, tenant.grants)) is None:
+        return tenant.service_class, own
+    granted = [
+        (found.priority, name)
+        for name, found in tenant.classes.items()
+        if found.priority <= own.priority and class_refused(name, tenant.grants) is None
+    ]
+    if not granted:
+        raise refusal
+    name = max(granted)[1]
+    return name, tenant.classes[name]
 
 
 def _deadline_s(service_class: ServiceClass, headers: Mapping[str, str]) -> float:

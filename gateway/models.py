@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from gateway.access import model_refused
 from gateway.errors import model_not_found, unavailable
 from gateway.settings import Model
 from gateway.tenants import EffectiveTenant
@@ -133,10 +134,15 @@ class Models:
         return iter(self._handles.values())
 
     def get(self, name: str, tenant: EffectiveTenant) -> ModelHandle:
-        """The model. Raises the same ApiError 404 for one that is unknown and one the tenant may not use."""
+        """The model. Raises the same ApiError 404 for one that is unknown and one the tenant may not use.
+
+        403 for one that the tenant may use, but not this caller of it.
+        """
         handle = self._handles.get(name)
         if handle is None or not tenant.may_use(name):
             raise model_not_found(name)
+        if (refusal := model_refused(name, tenant.grants)) is not None:
+            raise refusal
         return handle
 
     def handle(self, name: str) -> ModelHandle:
@@ -145,7 +151,11 @@ class Models:
 
     def visible(self, tenant: EffectiveTenant) -> list[ModelHandle]:
         """The models that ``tenant`` may use, in the YAML's order."""
-        return [handle for handle in self._handles.values() if tenant.may_use(handle.name)]
+        return [
+            handle
+            for handle in self._handles.values()
+            if tenant.may_use(handle.name) and model_refused(handle.name, tenant.grants) is None
+        ]
 
 
 async def load_model(handle: ModelHandle, base_dir: Path, progress: Progress | None = None) -> None:

@@ -29,6 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import log
 from gateway import trace_attributes as attributes
+from gateway.access import check_features
 from gateway.delivery import Delivery
 from gateway.dispatch import Dispatcher
 from gateway.entrance import Entrance
@@ -172,7 +173,7 @@ class Pipeline:
 
     async def _serve(self, visit: Visit) -> None:
         principal = visit.principal = await self._authenticated(visit)
-        visit.tenant = self._tenants.get(principal.tenant)
+        visit.tenant = self._tenants.of(principal)
         self._reporter.identify(visit, visit.tenant)
         body = await self._body(visit)
         await self._supervised(visit, body)
@@ -206,6 +207,7 @@ class Pipeline:
         """What goes to a worker."""
         assert visit.tenant is not None
         request = visit.request = await parse(endpoint.parse, body)
+        check_features(request.features(), visit.tenant.grants)
         visit.model = self._models.get(request.model, visit.tenant)
         visit.trace.tag(attributes.root(model=visit.model.name, stream=request.stream))
         prepared = await self._entrance.admitted(visit)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from gateway.settings_access import ClassPrivacy, Feature, Narrowed
 from gateway.settings_base import Mistake, Path, Section, refuse
 from gateway.settings_quota import KeyLimits, LimitsConfig, Organisation, Prices, SharedLimits, unknown_models
 from gateway.settings_tls import LaunchTls, Tls
@@ -105,6 +106,9 @@ class ServiceClass(Section):
     """A service class. A request may only lower its class (to one of lower priority)."""
 
     priority: int = 0
+    requires: dict[str, str] = Field(default_factory=dict)
+    """Labels that a pool must carry to run its requests, besides those that the tenant requires."""
+    privacy: ClassPrivacy = ClassPrivacy()
     max_wait_s: float = Field(60.0, gt=0)
     slo: Slo = Slo()
 
@@ -122,6 +126,14 @@ class TenantDefaults(Section):
     weight: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
     class_: str = Field("interactive", alias="class")
     models: tuple[str, ...] = ("*",)
+    classes: tuple[str, ...] | None = None
+    """Classes that its requests may run in; None: its own and lower ones."""
+    features: tuple[Feature, ...] | None = None
+    """What its requests may use; None: everything."""
+    groups: dict[str, Narrowed] = Field(default_factory=dict)
+    """Members of a group may do this at most."""
+    users: dict[str, Narrowed] = Field(default_factory=dict)
+    """Likewise a user."""
     limits: LimitsConfig = LimitsConfig()
     user_limits: SharedLimits = SharedLimits()
     """Limits of each of its users."""

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from gateway.epochs import Epochs, window
+from gateway.access import Grant, least
 from gateway.errors import forbidden
 from gateway.scopes import PurgedLabels, ScopesInUse
 from gateway.settings import Privacy, ServiceClass, Settings, Tenant, TenantDefaults
+from gateway.settings_access import Narrowed
 from policies.types import Limits, Principal, QuotaAccount, TenantId, TokenPrice
 
 _UNLIMITED = Limits()
@@ -47,6 +49,12 @@ class EffectiveTenant:
     cost_centre: str | None = None
     prices: Mapping[str, TokenPrice] = field(default_factory=dict)
     """By model."""
+    grant: Grant = field(default_factory=lambda: Grant("Your tenant"))
+    """What the tenant may ask for, but for models."""
+    groups: Mapping[str, Grant] = field(default_factory=dict)
+    users: Mapping[str, Grant] = field(default_factory=dict)
+    grants: tuple[Grant, ...] = ()
+    """What this caller may ask for: all of them have to allow it. Empty until the caller is known (``Tenants.of``)."""
     requires: Mapping[str, str] = field(default_factory=dict)
     privacy: Privacy = field(default_factory=Privacy)
     sample_ratio: float | None = None
@@ -63,8 +71,22 @@ class EffectiveTenant:
         return self.epoch << _WINDOW_BITS | self.window
 
     def may_use(self, model: str) -> bool:
-        """Whether ``model`` is on its list."""
+        """Whether ``model`` is on the tenant's list."""
         return any(fnmatchcase(model, pattern) for pattern in self.models)
+
+    def narrowed(self, principal: Principal) -> EffectiveTenant:
+        """The tenant as this caller has it: narrowed by what its groups and the user may do at most."""
+        narrower = [self.groups[name] for name in sorted(principal.groups & self.groups.keys())]
+        if principal.user is not None and principal.user in self.users:
+            narrower.append(self.users[principal.user])
+        if not narrower:
+            return replace(self, grants=(self.grant,))
+        limits = replace(
+            self.limits,
+            max_output_tokens=least(self.limits.max_output_tokens, (grant.max_output_tokens for grant in narrower)),
+            max_context_tokens=least(self.limits.max_context_tokens, (grant.max_context_tokens for grant in narrower)),
+        )
+        return replace(self, grants=(self.grant, *narrower), limits=limits)
 
     def accounts(self, principal: Principal) -> tuple[QuotaAccount, ...]:
         """Every account that a request of this caller counts against, the widest first."""
@@ -112,6 +134,10 @@ class Tenants:
                 )
             found = replace(self._effective(tenant, self._defaults), listed=False)
         return replace(found, epoch=self.epoch(tenant), window=self._window(tenant, found.privacy))
+
+    def of(self, principal: Principal) -> EffectiveTenant:
+        """The tenant of a verified caller, with what this caller may ask for. Raises as ``get``."""
+        return self.get(principal.tenant).narrowed(principal)
 
     def knows(self, tenant: TenantId) -> bool:
         """Whether requests of ``tenant`` are served at all."""
@@ -188,7 +214,15 @@ class Tenants:
             organisation=self._organisations[config.organisation] if config.organisation is not None else None,
             cost_centre=config.cost_centre,
             prices=self._prices,
+            grant=Grant.of("Your tenant", _of_tenant(config)),
+            groups={name: Grant.of(f"The group {name!r}", item) for name, item in config.groups.items()},
+            users={name: Grant.of(f"The user {name!r}", item) for name, item in config.users.items()},
             requires=dict(config.requires),
             privacy=config.privacy,
             sample_ratio=config.sample_ratio,
         )
+
+
+def _of_tenant(config: TenantDefaults) -> Narrowed:
+    """Its classes and features; models are hidden rather than refused, and limits are its own."""
+    return Narrowed(classes=config.classes, features=config.features)

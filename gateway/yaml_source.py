@@ -9,7 +9,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
@@ -30,6 +30,10 @@ class Mistake:
     path: Path
     message: str
     line: int | None = None
+
+    def at(self, source: Source) -> Mistake:
+        """With its line, where it has none."""
+        return self if self.line else replace(self, line=source.line(self.path))
 
     def __str__(self) -> str:
         where = dotted(self.path)

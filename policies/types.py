@@ -14,6 +14,9 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NewType
 
+EXTERNAL = "external"
+"""The label of pools that are outside this installation, where it says ``"true"``."""
+
 JobId = NewType("JobId", str)
 TenantId = NewType("TenantId", str)
 PrefixKey = NewType("PrefixKey", bytes)
@@ -149,6 +152,8 @@ class Job:
     adapter: str | None = None
     requires: Mapping[str, str] = field(default_factory=lambda: _NO_LABELS)
     """Labels a worker pool must carry to run it."""
+    allow_external: bool = False
+    """May it run in a pool that is outside this installation?"""
     cache_scope: CacheScope = field(default_factory=lambda: CacheScope("none", b""))
     prefix_keys: tuple[PrefixKey, ...] = ()
     """Chain keys of the prompt's full blocks, first to last, for locality and affinity."""

