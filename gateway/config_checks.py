@@ -128,7 +128,10 @@ def _cache(directory: Path, engine: EngineConfig, model: Model) -> str | None:
         return None
     size = _BYTES.get(engine.dtype, 2)  # auto: at least two
     block = engine.block_size * kv_bytes_per_token(layers, kv_heads, head_dim, size)
-    tokens = (engine.blocks or engine.kv_cache // block) * engine.block_size
+    blocks = engine.blocks if engine.blocks is not None or engine.kv_cache == "auto" else engine.kv_cache // block
+    if blocks is None:
+        return None
+    tokens = blocks * engine.block_size
     need = model.default_max_tokens + engine.block_size
     if tokens >= need:
         return None

@@ -307,6 +307,11 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
+        refuse(self.inconsistencies())
+        return self
+
+    def inconsistencies(self) -> list[Mistake]:
+        """Names that another section does not have; also for tenants that come from elsewhere."""
         mistakes: list[Mistake] = []
         users: list[tuple[Path, str]] = [(("tenants", i, "class"), t.class_) for i, t in enumerate(self.tenants)]
         if self.tenant_defaults is not None:
@@ -325,8 +330,7 @@ class Settings(Section):
         mistakes.extend(unknown_models(self.prices, frozenset(model.name for model in self.models)))
         if self.listen.port == self.admin.port != 0 and self.listen.host == self.admin.host:
             mistakes.append((("admin", "port"), f"{self.admin.port} is the public port; the admin API needs its own"))
-        refuse(mistakes)
-        return self
+        return mistakes
 
     def _organisations(self) -> Iterator[Mistake]:
         known = {organisation.id for organisation in self.organisations}

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from gateway.epochs import Epochs, window
 from gateway.access import Grant, least
+from gateway.epochs import Epochs, window
 from gateway.errors import forbidden
 from gateway.scopes import PurgedLabels, ScopesInUse
 from gateway.settings import Privacy, ServiceClass, Settings, Tenant, TenantDefaults

@@ -17,11 +17,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from gateway.config_checks import problems
 from gateway.errors import ApiError, bad_request
 from gateway.http.bodies import checked, json_object
 from gateway.http.trail import actor
 from gateway.settings import Tenant
-from gateway.state.overlay import effective, fixed, leaves, patched
+from gateway.state.overlay import alone, effective, fixed, leaves, patched
 from gateway.state.records import KeyRecord
 from gateway.state.registrar import MAX_OVERLAP_S, NewKey, state_required
 from policies.strict import StrictScalars
@@ -208,8 +209,13 @@ class IdentityApi:
         return next((tenant for tenant in self._gateway.settings.tenants if tenant.id == name), None)
 
     def _accepted(self, name: str, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``stored``, once it makes a tenant. Raises ApiError 400."""
-        effective(name, self._named(name), stored, self._gateway.settings)
+        """``stored``, once it makes a tenant that can work. Raises ApiError 400."""
+        settings = self._gateway.settings
+        tenant = effective(name, self._named(name), stored, settings)
+        for mistake in problems(alone(tenant, settings), self._gateway.parts.registry):
+            if mistake.path[:2] == ("tenants", 0):
+                where = ".".join(map(str, mistake.path[2:]))
+                raise bad_request(f"{where}: {mistake.message}.", param=where)
         return stored
 
     def _shown(self, name: str) -> dict[str, Any]:

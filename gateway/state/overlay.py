@@ -50,10 +50,16 @@ def effective(name: str, named: Tenant | None, stored: Raw, settings: Settings) 
         where = ".".join(map(str, detail["loc"]))
         text = str(detail["msg"]).removeprefix("Value error, ")
         raise bad_request(f"{where}: {text}.", param=where) from None
-    if tenant.class_ not in settings.classes:
-        known = ", ".join(sorted(settings.classes))
-        raise bad_request(f"class: there is no class {tenant.class_[:64]!r} (known: {known}).", param="class")
+    for place, message in alone(tenant, settings).inconsistencies():
+        if place[:2] == ("tenants", 0):
+            where = ".".join(map(str, place[2:]))
+            raise bad_request(f"{where}: {message}.", param=where)
     return tenant
+
+
+def alone(tenant: Tenant, settings: Settings) -> Settings:
+    """``settings`` with this tenant only, for the checks that look at several sections."""
+    return settings.model_copy(update={"tenants": (tenant,), "tenant_defaults": None})
 
 
 def patched(stored: Raw, patch: Raw) -> dict[str, Any]:
@@ -62,8 +68,9 @@ def patched(stored: Raw, patch: Raw) -> dict[str, Any]:
     for key, value in patch.items():
         if value is None:
             result.pop(key, None)
-        elif isinstance(value, Mapping) and key in _SECTIONS:
-            result[key] = patched(result.get(key) or {}, value)
+        elif isinstance(value, Mapping):
+            before = result.get(key)
+            result[key] = patched(before if isinstance(before, Mapping) else {}, value)
         else:
             result[key] = value
     return result
@@ -73,8 +80,10 @@ def fixed(named: Tenant | None, patch: Raw) -> list[str]:
     """Keys of ``patch`` that the file sets, dotted."""
     if named is None:
         return []
-    set_there = {path for path, _ in leaves(named)}
-    return [".".join(path) for path in _paths(patch) if any(path[: len(there)] == there for there in set_there)]
+    set_there = [path for path, _ in leaves(named)]
+    return [
+        ".".join(path) for path in _paths(patch) if any(path[: len(there)] == there[: len(path)] for there in set_there)
+    ]
 
 
 def leaves(section: Section, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -91,18 +100,10 @@ def leaves(section: Section, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield (*prefix, key), dumped[key]
 
 
-_SECTIONS = frozenset(
-    field.alias or name
-    for name, field in Tenant.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-)
-"""Keys of a tenant that hold keys of their own (``limits``, ``privacy``)."""
-
-
 def _paths(patch: Raw, prefix: Path = ()) -> Iterator[Path]:
     for key, value in patch.items():
-        if not prefix and key in _SECTIONS and isinstance(value, Mapping):
-            yield from _paths(value, (key,))
+        if isinstance(value, Mapping) and value:
+            yield from _paths(value, (*prefix, key))
         else:
             yield (*prefix, key)
 

@@ -35,7 +35,10 @@ def test_what_the_file_sets_are_its_leaves() -> None:
         ({"weight": None}, ["weight"]),
         ({"limits": {"concurrent": 1, "requests_per_minute": 5}}, ["limits.concurrent"]),
         ({"limits": {"requests_per_minute": 5}}, []),
-        ({"requires": {"hardware": "gpu"}}, ["requires"]),
+        ({"requires": {"hardware": "gpu"}}, ["requires.hardware"]),
+        ({"requires": {}}, ["requires"]),
+        ({"limits": None}, ["limits"]),
+        ({"limits": {"budget": {"tokens_per_month": 5}}, "groups": {"g": {}}}, []),
         ({"class": "batch", "privacy": {"allow_external": True}}, []),
         ({}, []),
     ],
@@ -62,9 +65,10 @@ def test_the_file_wins_over_what_is_stored_and_new_tenants_come_after_it() -> No
 
 
 def test_a_stored_tenant_that_fits_no_more_is_left_out_and_named() -> None:
-    settings, problems = combined(SETTINGS, {"new": {"class": "gone"}, "odd": {"wieght": 1}})
+    stored = {"new": {"class": "gone"}, "odd": {"wieght": 1}, "other": {"organisation": "gone"}}
+    settings, problems = combined(SETTINGS, stored)
     assert [tenant.id for tenant in settings.tenants] == ["search"]
-    assert [problem.split(":")[0] for problem in problems] == ["tenant new", "tenant odd"]
+    assert [problem.split(":")[0] for problem in problems] == ["tenant new", "tenant odd", "tenant other"]
     assert "known: batch, interactive" in problems[0]
 
 
@@ -78,6 +82,9 @@ def test_a_stored_tenant_that_fits_no_more_is_left_out_and_named() -> None:
         ({"limits": 5}, "limits"),
         ({"unknown": 1}, "unknown"),
         ({"class": "x"}, "class"),
+        ({"organisation": "nobody"}, "organisation"),
+        ({"limits": {"budget": {"tokens_per_month": -1}}}, "limits.budget.tokens_per_month"),
+        ({"groups": {"g": {"weight": 1}}}, "groups.g.weight"),
     ],
     ids=str,
 )
@@ -97,6 +104,8 @@ def test_a_name_that_is_none_is_refused(name: str) -> None:
 def test_a_merge_patch_merges_sections_and_null_removes() -> None:
     old = {"weight": 2, "limits": {"concurrent": 1, "requests_per_minute": 5}, "requires": {"a": "b"}}
     new = patched(old, {"weight": None, "limits": {"concurrent": None}, "requires": {"c": "d"}})
-    assert new == {"limits": {"requests_per_minute": 5}, "requires": {"c": "d"}}
+    assert new == {"limits": {"requests_per_minute": 5}, "requires": {"a": "b", "c": "d"}}
+    assert patched(new, {"requires": None}) == {"limits": {"requests_per_minute": 5}}
+    assert patched({"weight": 2}, {"weight": {"x": 1}}) == {"weight": {"x": 1}}
     assert old["limits"] == {"concurrent": 1, "requests_per_minute": 5}
     assert patched({}, {"limits": None}) == {}
