@@ -21,55 +21,55 @@
 
 namespace fb {
 
-constexpr int kLanes = 16;                   // tokens of a sub-block
-constexpr int kGroup = 64;                   // tokens between two rescales
-constexpr int kSubs = kGroup / kLanes;       // sub-blocks of a group
-constexpr int kSplit = 1024;                 // tokens of one task
-constexpr int kMaxQueries = 96;
+constexpr int kLanes = 16;              // tokens of a sub-block
+constexpr int kGroup = 64;              // tokens between two rescales
+constexpr int kSubs = kGroup / kLanes;  // sub-blocks of a group
+constexpr int kSplit = 1024;            // tokens of one task
+constexpr int kMaxQueries = 96;         // of a tile, each head's filled up to whole register tiles
 constexpr int kMaxDim = 256;
 constexpr float kLog2e = 1.44269504088896341f;
 
-// Scores of Q queries against B sub-blocks of keys, prefetching as many lines of `ahead`.
+// Scores of Q queries against B sub-blocks of keys, fetching as many lines of `ahead`. q: [dim/K][kQueries][K].
 template <class P, int Q, int B>
-inline void score(const typename P::T* const* q, const typename P::T* const* k, const typename P::T* const* ahead, int dim,
-                  float (*s)[kGroup], float scale) {
+inline void score(const typename P::T* q, const typename P::T* const* k, const typename P::T* const* ahead, int dim, float* s,
+                  float scale) {
   V a[Q][B];
   for (int i = 0; i < Q; i++)
     for (int b = 0; b < B; b++) a[i][b] = zero();
-  for (int d = 0; d < dim; d += P::K) {
+  for (long at = 0; at < long(dim) * kLanes; at += kLanes * P::K, q += kQueries * P::K) {
     typename P::W w[B];
     for (int b = 0; b < B; b++) {
-      w[b] = P::loadw(k[b] + d * kLanes);
-      prefetch_l2(ahead[b] + d * kLanes);
+      w[b] = P::loadw(k[b] + at);
+      prefetch_l2(ahead[b] + at);
     }
 #pragma GCC unroll 6
     for (int i = 0; i < Q; i++)
-      for (int b = 0; b < B; b++) a[i][b] = P::mac(a[i][b], w[b], q[i] + d);
+      for (int b = 0; b < B; b++) a[i][b] = P::mac(a[i][b], w[b], q + i * P::K);
   }
   for (int i = 0; i < Q; i++)
-    for (int b = 0; b < B; b++) store(s[i] + b * kLanes, mul(a[i][b], set1(scale)));
+    for (int b = 0; b < B; b++) store(s + i * kGroup + b * kLanes, mul(a[i][b], set1(scale)));
 }
 
-// acc[q][0..16*N) += p[q] * V over the first `tokens` tokens of the group (rounded up to P::K). v: as k, values behind.
+// acc[q][0..16*N) += p[q] * V over the first `tokens` tokens of the group (rounded up to P::K). k: where their keys are.
 template <class P, int Q, int N>
-inline void weigh(const typename P::T (*p)[kGroup], const typename P::T* const* v, const typename P::T* const* ahead,
-                  int tokens, int dim, int d0, float* acc) {
-  const long half = long(kLanes) * dim;
+inline void weigh(const typename P::T* p, const typename P::T* const* k, const typename P::T* const* ahead, int tokens,
+                  int dim, int d0, float* acc) {
+  const long values = long(kLanes) * dim + long(d0) * P::K;
   V a[Q][N];
   for (int i = 0; i < Q; i++)
     for (int n = 0; n < N; n++) a[i][n] = load(acc + i * dim + d0 + 16 * n);
   for (int b = 0; b * kLanes < tokens; b++) {
     const int lanes = tokens - b * kLanes < kLanes ? tokens - b * kLanes : kLanes;
-    for (int t = 0; t < lanes; t += P::K) {
-      const long at = long(t) * dim + d0 * P::K;
+    const typename P::T *row = k[b] + values, *then = ahead[b] + values, *weight = p + b * kLanes;
+    for (int t = 0; t < lanes; t += P::K, row += dim * P::K, then += dim * P::K, weight += P::K) {
       typename P::W w[N];
       for (int n = 0; n < N; n++) {
-        w[n] = P::loadw(v[b] + half + at + 16 * n * P::K);
-        prefetch_l2(ahead[b] + half + at + 16 * n * P::K);
+        w[n] = P::loadw(row + 16 * n * P::K);
+        prefetch_l2(then + 16 * n * P::K);
       }
 #pragma GCC unroll 6
       for (int i = 0; i < Q; i++)
-        for (int n = 0; n < N; n++) a[i][n] = P::mac(a[i][n], w[n], p[i] + b * kLanes + t);
+        for (int n = 0; n < N; n++) a[i][n] = P::mac(a[i][n], w[n], weight + i * kGroup);
     }
   }
   for (int i = 0; i < Q; i++)
@@ -78,25 +78,24 @@ inline void weigh(const typename P::T (*p)[kGroup], const typename P::T* const* 
 
 // All scores of up to Q queries: as many sub-blocks at a time as registers hold.
 template <class P, int Q>
-inline void scores(int n, const typename P::T* const* q, const typename P::T* const* k, const typename P::T* const* ahead,
-                   int subs, int dim, float (*s)[kGroup], float scale) {
+inline void scores(int n, const typename P::T* q, const typename P::T* const* k, const typename P::T* const* ahead, int subs,
+                   int dim, float* s, float scale) {
   if constexpr (Q > 0) {
     if (n != Q) return scores<P, Q - 1>(n, q, k, ahead, subs, dim, s, scale);
     int b = 0;
-    for (; b + kWide <= subs; b += kWide)
-      score<P, Q, kWide>(q, k + b, ahead + b, dim, (float(*)[kGroup])(s[0] + b * kLanes), scale);
-    for (; b < subs; b++) score<P, Q, 1>(q, k + b, ahead + b, dim, (float(*)[kGroup])(s[0] + b * kLanes), scale);
+    for (; b + kWide <= subs; b += kWide) score<P, Q, kWide>(q, k + b, ahead + b, dim, s + b * kLanes, scale);
+    for (; b < subs; b++) score<P, Q, 1>(q, k + b, ahead + b, dim, s + b * kLanes, scale);
   }
 }
 
 template <class P, int Q>
-inline void weighs(int n, const typename P::T (*p)[kGroup], const typename P::T* const* v, const typename P::T* const* ahead,
-                   int tokens, int dim, float* acc) {
+inline void weighs(int n, const typename P::T* p, const typename P::T* const* k, const typename P::T* const* ahead, int tokens,
+                   int dim, float* acc) {
   if constexpr (Q > 0) {
-    if (n != Q) return weighs<P, Q - 1>(n, p, v, ahead, tokens, dim, acc);
+    if (n != Q) return weighs<P, Q - 1>(n, p, k, ahead, tokens, dim, acc);
     int d = 0;
-    for (; d + 16 * kWide <= dim; d += 16 * kWide) weigh<P, Q, kWide>(p, v, ahead, tokens, dim, d, acc);
-    for (; d < dim; d += 16) weigh<P, Q, 1>(p, v, ahead, tokens, dim, d, acc);
+    for (; d + 16 * kWide <= dim; d += 16 * kWide) weigh<P, Q, kWide>(p, k, ahead, tokens, dim, d, acc);
+    for (; d < dim; d += 16) weigh<P, Q, 1>(p, k, ahead, tokens, dim, d, acc);
   }
 }
 
@@ -117,21 +116,30 @@ struct Context {
   }
 };
 
-// Some KV heads, `n` queries of each (rows x heads of the group, in order of position), at most kMaxQueries in all, and
-// tokens [from, to) of one sequence. Heads lie side by side in the cache, so several of one group of tokens are read in
-// longer stretches than one. position[i] is query i's; acc/m/l are its running numerator, maximum and denominator (in
-// 16 lanes).
+// Some KV heads, `n` queries of each (rows x heads of the group, in order of position), and tokens [from, to) of one
+// sequence. Heads lie side by side in the cache, so several of one group of tokens are read in longer stretches than one.
+// position[i] is query i's; acc/m/l are its running numerator, maximum and denominator (in 16 lanes).
 template <class P>
 struct Tile {
   typedef typename P::T T;
   int heads = 0, n = 0;
-  const T* q[kMaxQueries];  // [head][query]
-  int position[kMaxQueries];
+  int position[kMaxQueries];  // [head][query]
   float m[kMaxQueries];
   alignas(64) float l[kMaxQueries][16];
   alignas(64) float acc[kMaxQueries * kMaxDim];  // [query][dim]
-  alignas(64) float s[kQueries][kGroup];
-  alignas(64) T p[kQueries][kGroup];
+  alignas(64) float s[kQueries * kGroup];
+  alignas(64) T p[kQueries * kGroup];
+  alignas(64) T q[kMaxQueries * kMaxDim];  // register tiles of queries of one head: [dim/K][kQueries][K]
+
+  // Query i, which begins at `from`, to where the scores read it.
+  void put(int i, int dim, const T* from) {
+    T* to = q + spot(i, dim);
+    for (int d = 0; d < dim; d += P::K) std::memcpy(to + d * kQueries, from + d, P::K * sizeof(T));
+  }
+  long spot(int i, int dim) const {
+    const int h = i / n, r = i % n, tiles = (n + kQueries - 1) / kQueries;
+    return long(h * tiles + r / kQueries) * kQueries * dim + r % kQueries * P::K;
+  }
 
   // `next`: what this thread is likely to read afterwards; nothing when its tokens [from, to) are none.
   void run(const Context<P>& c, float scale, int window, float softcap, int from, int to, const Context<P>& next,
@@ -163,41 +171,51 @@ struct Tile {
     const int seen = std::min(position[i + count - 1] + 1, end);
     if (seen <= base) return;  // later queries see them
     const int subs = (seen - base + kLanes - 1) / kLanes;
-    scores<P, kQueries>(count, q + i, k, ahead, subs, dim, s, softcap > 0 ? scale : scale * kLog2e);
+    scores<P, kQueries>(count, q + spot(i, dim), k, ahead, subs, dim, s, softcap > 0 ? scale : scale * kLog2e);
     for (int j = 0; j < count; j++) soften(i + j, j, base, subs, window, softcap, dim);
     weighs<P, kQueries>(count, p, k, ahead, seen - base, dim, acc + long(i) * dim);
   }
 
-  // Turns query i's scores s[j] into weights p[j] and keeps its maximum and denominator.
+  // Turns query i's scores, the j-th of this register tile, into weights and keeps its maximum and denominator.
   void soften(int i, int j, int base, int subs, int window, float softcap, int dim) {
     const int hi = position[i] + 1 - base, lo = window > 0 ? position[i] + 1 - window - base : 0;
-    const bool whole = hi >= subs * kLanes && lo <= 0;
-    V top = set1(-INFINITY), x[kSubs];
-    for (int b = 0; b < subs; b++) {
-      x[b] = load(s[j] + b * kLanes);
+    if (hi >= kGroup && lo <= 0)
+      soften<true>(i, j, kSubs, lo, hi, softcap, dim);
+    else
+      soften<false>(i, j, subs, lo, hi, softcap, dim);
+  }
+
+  template <bool Whole>
+  void soften(int i, int j, int subs, int lo, int hi, float softcap, int dim) {
+    const int n = Whole ? kSubs : subs;
+    const float* from = s + j * kGroup;
+    T* to = p + j * kGroup;
+    V x[kSubs], top = set1(-INFINITY);
+    for (int b = 0; b < n; b++) {
+      x[b] = load(from + b * kLanes);
       if (softcap > 0) {  // cap * tanh(x / cap), tanh(u) = 1 - 2 / (e^2u + 1)
         V e = exp(mul(x[b], set1(2.f / softcap)));
         x[b] = mul(set1(softcap * kLog2e), sub(set1(1.f), div(set1(2.f), add(e, set1(1.f)))));
       }
-      if (!whole) x[b] = keep(x[b], lane(lo - b * kLanes), lane(hi - b * kLanes), set1(-INFINITY));
+      if (!Whole) x[b] = keep(x[b], lane(lo - b * kLanes), lane(hi - b * kLanes), set1(-INFINITY));
       top = max(top, x[b]);
     }
     const float now = hmax(top), next = now > m[i] ? now : m[i];
     if (next == -INFINITY) {  // nothing visible yet
-      for (int b = 0; b < subs; b++) P::store(p[j] + b * kLanes, zero());
+      for (int b = 0; b < n; b++) P::store(to + b * kLanes, zero());
       return;
     }
     V sum = load(l[i]);
     if (next > m[i] && m[i] != -INFINITY) {
-      const V c = exp2(set1(m[i] - next));
+      const V c = exp2<F32>(set1(m[i] - next));
       sum = mul(sum, c);
       for (int d = 0; d < dim; d += 16) store(acc + long(i) * dim + d, mul(load(acc + long(i) * dim + d), c));
     }
     m[i] = next;
-    for (int b = 0; b < subs; b++) {
-      V e = exp2(sub(x[b], set1(next)));
-      if (!whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());
-      P::store(p[j] + b * kLanes, e);
+    for (int b = 0; b < n; b++) {
+      V e = exp2<P>(sub(x[b], set1(next)));
+      if (!Whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());
+      P::store(to + b * kLanes, e);
       sum = add(sum, e);
     }
     store(l[i], sum);

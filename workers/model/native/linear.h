@@ -10,7 +10,7 @@ namespace fb {
 
 enum Epilogue { kStore, kAdd, kSilu, kGelu };
 constexpr long kPanel = 32;
-constexpr long kAhead = 8192;  // bytes: far enough ahead for DRAM, measured
+constexpr long kFar = 32 << 10, kNear = 1 << 10;  // bytes that weights are fetched ahead into L2 and L1, measured
 
 struct Linear {
   const void* w;
@@ -33,8 +33,10 @@ inline void tile(const typename P::T* x, long ldx, const typename P::T* w, long 
   for (int r = 0; r < R; r++) a[r][0] = a[r][1] = zero();
   for (long i = 0; i < k; i += P::K) {
     typename P::W w0 = P::loadw(w), w1 = P::loadw(w + 16 * P::K);
-    prefetch((const char*)w + kAhead);
-    prefetch((const char*)w + kAhead + 64);
+    for (int b = 0; b < 128; b += 64) {
+      prefetch_l2((const char*)w + kFar + b);
+      prefetch((const char*)w + kNear + b);
+    }
     w += kPanel * P::K;
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {

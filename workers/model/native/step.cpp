@@ -20,7 +20,7 @@ namespace {
 
 constexpr long kFew = 8;           // rows that every thread norms for itself: cheaper than to wait for each other
 constexpr long kBlock = 128;       // rows whose inputs stay in a core's cache while all columns pass by
-constexpr long kIdle = 128 << 10;  // bytes of the next linear that a thread fetches while it waits
+constexpr long kIdle = 384 << 10;  // bytes of the next linear that a thread fetches while it waits
 
 struct Task {
   int chunk, row, rows, head, heads, split, splits;
@@ -56,9 +56,10 @@ struct Grid {
 template <class P>
 struct Local {
   Tile<P> tile;
-  Array<typename P::T> rows, q;
+  alignas(64) typename P::T q[kMaxDim];
+  Array<typename P::T> rows;
   const char *ahead = nullptr, *ahead_end = nullptr;  // weights that it will read next
-  Local(long hidden) : rows(kFew * hidden), q(kMaxQueries * kMaxDim) {}
+  explicit Local(long hidden) : rows(kFew * hidden) {}
 };
 
 template <class P>
@@ -202,7 +203,7 @@ struct Impl final : Engine {
   bool plan(const FbStep& s) {
     const int group = m.heads / m.kv_heads, most = kMaxQueries / group;
     const int tall = int(std::max(1L, std::min(long(most), long(s.rows) * m.kv_heads / (4 * threads))));
-    const int wide = s.chunks < 4 * threads ? 1 : std::min(m.kv_heads, most);
+    const int wide = s.chunks < 4 * threads ? 1 : kMaxQueries / ((group + kQueries - 1) / kQueries * kQueries);
     long at = 0;
     tasks.clear();
     spread.clear();
@@ -255,10 +256,9 @@ struct Impl final : Engine {
     tile.n = n;
     for (int j = 0; j < all; j++) {
       const long at = place(task, j);
-      T* one = task.own ? mine.q.data() + j * D : q.data() + at * D;
-      if (task.own) rotated(s, l, task.row, int(at % m.heads), one);
+      if (task.own) rotated(s, l, task.row, int(at % m.heads), mine.q);
+      tile.put(j, D, task.own ? mine.q : q.data() + at * D);
       tile.position[j] = s.positions[at / m.heads];
-      tile.q[j] = one;
     }
     if (task.own && task.split + 1 == task.splits)
       for (int g = 0; g < task.heads; g++) remember(s, l, task.row, task.head + g, true);
