@@ -84,6 +84,13 @@ def _requirement_name(requirement: str) -> str:
     return requirement[:end]
 
 
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def import_names() -> Iterator[Finding]:
     """Where ``gateway``, ``policies`` and ``workers`` come from: general names that another package may also claim."""
     owners = importlib.metadata.packages_distributions()
@@ -118,6 +125,11 @@ def devices() -> Iterator[Finding]:
         yield Finding("ok", f"device cuda:{index}", f"{name}, {memory / 2**30:.0f} GiB, CUDA {found['cuda']}")
     if not found["gpus"]:
         yield Finding("note", "device cuda", "none; workers compute on the CPU")
+        return
+    kernels = {name: _installed(name) for name in ("flashinfer-python", "triton")}
+    there = ", ".join(f"{name} {version}" for name, version in kernels.items() if version)
+    lacking = "neither flashinfer-python nor triton: attention runs in PyTorch; pip install 'forebay[gpu]'"
+    yield Finding("ok" if there else "note", "GPU kernels", there or lacking)
 
 
 def compiler() -> Iterator[Finding]:

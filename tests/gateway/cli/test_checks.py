@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,24 @@ def test_a_damaged_kernel_fails_and_names_the_file(monkeypatch: pytest.MonkeyPat
     assert status == "fail"
     assert "does not load" in detail
     assert f"remove {place} to have it built anew" in detail
+
+
+@pytest.mark.parametrize(
+    ("there", "status", "detail"),
+    [
+        ({"triton": "3.8.0"}, "ok", "triton 3.8.0"),
+        ({}, "note", "neither flashinfer-python nor triton: attention runs in"),
+    ],
+)
+def test_kernels_for_a_gpu(there: dict[str, str], status: str, detail: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said where PyTorch sees a GPU; the probe is replaced by what such a machine would print."""
+    told = {"torch": "2.13.0", "cuda": "13.0", "threads": 2, "gpus": [["a GPU", 2**34]], "mkldnn": True}
+    monkeypatch.setattr(checks, "_DEVICES", f"print({json.dumps(json.dumps(told))})")
+    monkeypatch.setattr(checks, "_installed", there.get)
+    found = {finding.what: finding for finding in checks.devices()}
+    assert found["device cuda:0"].status == "ok"
+    assert found["GPU kernels"].status == status
+    assert found["GPU kernels"].detail.startswith(detail)
 
 
 def test_looking_at_the_kernel_loads_no_torch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,15 @@ def test_auto_without_either_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choose("auto", HALF, CUDA)
     assert chosen.backend.name == "batched"
     assert [reason.split(":")[0] for reason in chosen.passed_over] == ["flashinfer", "triton"]
+
+
+def test_a_library_that_does_not_load_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "flashinfer.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    chosen = choose("auto", HALF, CUDA)
+    assert chosen.backend.name == "triton"
+    assert chosen.passed_over == ("flashinfer: does not load: libcuda.so.1: cannot open shared object file",)
 
 
 @pytest.mark.parametrize(

@@ -120,3 +120,5 @@ def _load(name: str, shape: AttentionShape, device: torch.device) -> AttentionBa
     except ImportError as error:
         missing = error.name or str(error)
         return f"{missing} is not installed (pip install 'forebay[gpu]')"
+    except (OSError, RuntimeError) as error:  # a library that is there, but not for this machine
+        return f"does not load: {error}"
