@@ -69,6 +69,23 @@ def test_completions_with_text_and_with_token_ids(server: Server) -> None:
     assert ids.choices[0].text
 
 
+def test_beam_search_gives_the_likeliest_answers_best_first(server: Server) -> None:
+    client = server.client()
+    found = client.completions.create(
+        model=MODEL,
+        prompt="The capital of France is",
+        max_tokens=8,
+        n=2,
+        best_of=4,
+        extra_body={"use_beam_search": True, "length_penalty": 1.0},
+    )
+    assert [choice.index for choice in found.choices] == [0, 1]
+    assert "Paris" in found.choices[0].text
+    assert found.choices[0].text != found.choices[1].text
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 4 * 8, "every beam's tokens ran"
+
+
 async def test_completions_async(server: Server) -> None:
     async with server.async_client() as client:
         answer = await client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=4, temperature=0)
