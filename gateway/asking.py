@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from gateway.worker_handle import WorkerHandle
 
 _DEFAULTS = SamplingParams()
-_PLAIN = ("top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "ignore_eos", "min_tokens")
+_PLAIN = (
+    *("top_p", "top_k", "min_p", "typical_p", "seed", "ignore_eos", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 """Parameters that have the API's name and value."""
 
 
@@ -44,6 +47,10 @@ def asked(prepared: Prepared) -> Ask:
         body["n"] = generate.n
     if request.stop:
         body["stop"] = list(request.stop)
+    if request.bad_words:
+        body["bad_words"] = list(request.bad_words)
+    if generate.params.stop_token_ids:
+        body["stop_token_ids"] = list(generate.params.stop_token_ids)
     if generate.params.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in generate.params.logit_bias.items()}
     if request.response_format is not None:

@@ -28,8 +28,8 @@ class EstimatedTokenizer:
     vocab_size = 2**32
     """Any id that a caller sends as a prompt is the upstream's own; only it knows better."""
 
-    def encode_text(self, text: str) -> list[int]:
-        """One id per four bytes. Raises EncodeError for text that is no Unicode."""
+    def encode_text(self, text: str, *, prefix: bool = True) -> list[int]:
+        """One id per four bytes; nothing stands in front. Raises EncodeError for text that is no Unicode."""
         try:
             data = text.encode()
         except UnicodeEncodeError as error:

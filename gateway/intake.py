@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from msgspec.structs import replace as with_fields
+
 from gateway import toolprompt
 from gateway.choices import ChoiceStream, Decoder
 from gateway.errors import bad_request
@@ -33,7 +35,7 @@ from gateway.tenants import EffectiveTenant
 from policies.quota.limits import most_output
 from policies.types import CacheScope, Job, JobId, PrefixKey, Principal
 from workers.engine.block_hash import chain_keys
-from workers.protocol import Generate
+from workers.protocol import Generate, SamplingParams
 from workers.tokenizer import INLINE_CHARS, ChatTemplateError, EncodeError
 
 MESSAGE_CHARS = 64
@@ -51,8 +53,8 @@ class TextTokenizer(Protocol):
         """Valid ids are below it."""
         ...
 
-    def encode_text(self, text: str) -> list[int]:
-        """Ids of a raw prompt. Raises EncodeError."""
+    def encode_text(self, text: str, *, prefix: bool = True) -> list[int]:
+        """Ids of a raw prompt, with what the model wants in front (``prefix``). Raises EncodeError."""
         ...
 
     def encode_chat(
@@ -213,7 +215,7 @@ class Intake:
         tokenizer = model.tokenizer
         context = Context.of(model, tenant)
         tokens, keys, public = await self._encoded(request, tokenizer, model, scope, context)
-        _check_logit_bias(request, tokenizer.vocab_size)
+        _check_ids(request, tokenizer.vocab_size)
         job = make_job(principal, tenant, model.name, job_id, now, headers)
         room = most_output(job.accounts, len(tokens), job.price)
         max_tokens, limited_by = output_budget(request, len(tokens), context, tenant, model, room)
@@ -229,7 +231,7 @@ class Intake:
             id=job_id,
             tokens=tokens,
             max_tokens=max_tokens,
-            params=request.params,
+            params=_params(request, tokenizer, model),
             n=request.n,
             beams=request.beams,
             scope=scope.key,
@@ -319,12 +321,28 @@ def _check_tokens(tokens: list[int], vocab: int, param: str) -> None:
     )
 
 
-def _check_logit_bias(request: AnyRequest, vocab: int) -> None:
-    wrong = max(request.params.logit_bias, default=0)
-    if wrong >= vocab:
-        raise bad_request(
-            f"logit_bias: {wrong} is no token id of this model; its ids are 0 to {vocab - 1}.", param="logit_bias"
-        )
+def _check_ids(request: AnyRequest, vocab: int) -> None:
+    for name, ids in (("logit_bias", request.params.logit_bias), ("stop_token_ids", request.params.stop_token_ids)):
+        wrong = max(ids, default=0)
+        if wrong >= vocab:
+            raise bad_request(
+                f"{name}: {wrong} is no token id of this model; its ids are 0 to {vocab - 1}.", param=name
+            )
+
+
+def _params(request: AnyRequest, tokenizer: TextTokenizer, model: ServedModel) -> SamplingParams:
+    """As the worker takes them: banned words as tokens, as they begin a text and as they follow a space."""
+    if not request.bad_words or model.directory is None:
+        return request.params
+    rows: dict[tuple[int, ...], None] = {}
+    try:
+        for word in request.bad_words:
+            for text in (word, f" {word.lstrip()}"):
+                if tokens := tokenizer.encode_text(text, prefix=False):
+                    rows[tuple(tokens)] = None
+    except EncodeError as error:
+        raise bad_request(f"bad_words: {error}.", param="bad_words") from None
+    return with_fields(request.params, bad_words=tuple(rows))
 
 
 def _check_min_tokens(request: AnyRequest, max_tokens: int) -> None:

@@ -36,6 +36,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Choice ``i`` of a request draws from the stream of ``seed + i``: n choices equal n seeded single runs."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens in prompt and output, multiplies the negative ones; 1 = off."""
+    typical_p: float = 1.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Rows of tokens that the output never completes."""
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     """Number of top alternatives per token (0 = only the chosen one's); None = off."""

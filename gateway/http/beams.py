@@ -56,6 +56,10 @@ _BESIDE: Mapping[str, Unsupported] = {
     "min_p": Unsupported(_PROBABILITIES, (0, 0.0)),
     "presence_penalty": Unsupported(_PROBABILITIES, (0, 0.0)),
     "frequency_penalty": Unsupported(_PROBABILITIES, (0, 0.0)),
+    "repetition_penalty": Unsupported(_PROBABILITIES, (1, 1.0)),
+    "typical_p": Unsupported(_PROBABILITIES, (1, 1.0)),
+    "bad_words": Unsupported(_PROBABILITIES, ([],)),
+    "stop_token_ids": Unsupported("beam search ends lines at the model's own end tokens only", ([],)),
     "logit_bias": Unsupported(_PROBABILITIES, ({},)),
     "min_tokens": Unsupported("beam search weighs lengths by 'length_penalty'", (0,)),
     **dict.fromkeys(

@@ -22,6 +22,9 @@ MAX_N = 16
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_STOP_IDS = 64
+MAX_BAD_WORDS = 64
+MAX_WORD_CHARS = 128
 MAX_TOKENS = 2**31 - 1
 
 
@@ -60,6 +63,22 @@ def _model(value: str) -> str | None:
     return None if 1 <= len(value) <= 256 else f"must have 1 to 256 characters, got {len(value)}"
 
 
+def _stop_ids(value: list[int]) -> str | None:
+    if len(value) > MAX_STOP_IDS:
+        return f"takes at most {MAX_STOP_IDS} token ids, got {len(value)}"
+    wrong = next((token for token in value if not 0 <= token < 2**31), None)
+    return None if wrong is None else f"holds {str(wrong)[:24]}, which is no token id"
+
+
+def _bad_words(value: list[str]) -> str | None:
+    if len(value) > MAX_BAD_WORDS:
+        return f"takes at most {MAX_BAD_WORDS} words, got {len(value)}"
+    for word in value:
+        if not 1 <= len(word) <= MAX_WORD_CHARS:
+            return f"words must have 1 to {MAX_WORD_CHARS} characters, got one of {len(word)}"
+    return None
+
+
 class StreamOptions(msgspec.Struct):
     """``stream_options``."""
 
@@ -86,6 +105,20 @@ SAMPLING: Mapping[str, Field[Any]] = {
     "seed": spec(int, between(-(2**63), 2**63 - 1)),
     "presence_penalty": spec(float, between(-2, 2)),
     "frequency_penalty": spec(float, between(-2, 2)),
+    "repetition_penalty": spec(
+        float,
+        checked(
+            lambda value: None if 0 < value <= 10 else f"must be above 0 and at most 10 (1 = off), got {value}",
+            {"exclusiveMinimum": 0, "maximum": 10},
+        ),
+    ),
+    "typical_p": spec(
+        float,
+        checked(
+            lambda value: None if 0 < value <= 1 else f"must be above 0 and at most 1, got {value}",
+            {"exclusiveMinimum": 0, "maximum": 1},
+        ),
+    ),
     "ignore_eos": spec(bool),
     "min_tokens": spec(int, between(0, MAX_TOKENS)),
 }
@@ -134,12 +167,31 @@ LOGIT_BIAS = spec(
     "Token id → what is added to its logit.",
 )
 
+STOP_IDS = spec(
+    list[int],
+    checked(_stop_ids, {"maxItems": MAX_STOP_IDS, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}),
+    "Tokens that end the output besides the model's own.",
+)
+BAD_WORDS = spec(
+    list[str],
+    checked(
+        _bad_words,
+        {
+            "maxItems": MAX_BAD_WORDS,
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_WORD_CHARS},
+        },
+    ),
+    "Words that the output never completes, at its beginning or behind a space.",
+)
+
 FIELDS: Mapping[str, Field[Any]] = {
     "model": MODEL,
     **SAMPLING,
     **{name: how for name, (how, _) in LABELS.items()},
     "stop": STOP,
     "logit_bias": LOGIT_BIAS,
+    "stop_token_ids": STOP_IDS,
+    "bad_words": BAD_WORDS,
 }
 """Everything that ``read_common`` reads."""
 
@@ -169,9 +221,11 @@ def read_common(fields: Mapping[str, msgspec.Raw], extra_params: Mapping[str, An
     params["top_k"] = max(0, params.get("top_k", 0))
     bias = read(fields, "logit_bias", LOGIT_BIAS, {})
     params["logit_bias"] = {int(token): value for token, value in bias.items()}
+    params["stop_token_ids"] = tuple(dict.fromkeys(read(fields, "stop_token_ids", STOP_IDS, [])))
     stop = read(fields, "stop", STOP, [])
     return {name: read(fields, name, how, default) for name, (how, default) in LABELS.items()} | {
         "model": model,
         "params": SamplingParams(**params, **extra_params),
         "stop": (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop)),
+        "bad_words": tuple(dict.fromkeys(read(fields, "bad_words", BAD_WORDS, []))),
     }

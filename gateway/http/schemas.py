@@ -72,6 +72,7 @@ class Request:
     beams: Beams | None = None
     """Beam search for the ``n`` best answers."""
     stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
     """Streams only: end with a usage chunk."""

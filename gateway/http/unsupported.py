@@ -35,8 +35,6 @@ _OUTPUT = "the output always comes as plain text in the API's own shape"
 _TRANSFER = "internal to the server; requests cannot set it"
 
 _BOTH: dict[str, Unsupported] = {
-    "repetition_penalty": Unsupported("use 'presence_penalty' or 'frequency_penalty'", (1, 1.0)),
-    "typical_p": Unsupported(_SAMPLER, (1, 1.0)),
     "top_a": Unsupported(_SAMPLER, (0, 0.0)),
     "tfs": Unsupported(_SAMPLER, (1, 1.0)),
     "mirostat": Unsupported(_SAMPLER, (0,)),
@@ -45,8 +43,6 @@ _BOTH: dict[str, Unsupported] = {
     "dry_multiplier": Unsupported(_SAMPLER, (0, 0.0)),
     "logits_processors": Unsupported(_SAMPLER, ([],)),
     "allowed_token_ids": Unsupported("use 'logit_bias' to favour tokens", ([],)),
-    "bad_words": Unsupported("use 'logit_bias' with -100 to ban tokens", ([],)),
-    "stop_token_ids": Unsupported(_STOP, ([],)),
     "stop_regex": Unsupported(_STOP, ("", [])),
     "include_stop_str_in_output": Unsupported("stop strings are always removed", (False,)),
     "no_stop_trim": Unsupported("stop strings are always removed", (False,)),

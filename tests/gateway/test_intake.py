@@ -430,3 +430,19 @@ async def test_many_empty_messages_are_refused_for_their_tokens(intake: Intake) 
     assert refused.value.code == "context_length_exceeded"
     assert "characters" not in refused.value.message
     assert "The model's context is 512 tokens" in refused.value.message
+
+
+async def test_banned_words_become_tokens_of_the_model(intake: Intake) -> None:
+    """At the beginning and behind a space; an upstream alone gets them as words."""
+    request = chat(bad_words=["the", "fox"])
+    with_files = await prepare(intake, request, model=Model(directory=Path()))
+    expected = [tuple(TOKENIZER.encode_text(text)) for text in ("the", " the", "fox", " fox")]
+    assert with_files.generate.params.bad_words == tuple(expected)
+    without = await prepare(intake, request)
+    assert without.generate.params.bad_words == ()
+
+
+async def test_a_stop_token_that_the_model_does_not_have(intake: Intake) -> None:
+    with pytest.raises(ApiError) as error:
+        await prepare(intake, chat(stop_token_ids=[TOKENIZER.vocab_size]))
+    assert (error.value.status, error.value.param) == (400, "stop_token_ids")

@@ -64,6 +64,8 @@ class Limits:
             return "bad_request"
         if generate.grammar and generate.beams is not None:
             return "bad_request"
+        if generate.params.repetition_penalty <= 0:
+            return "bad_request"
         bias = generate.params.logit_bias
         if bias and (min(bias) < 0 or max(bias) >= ceiling):
             return "bad_request"

@@ -1,8 +1,9 @@
 """Logits → tokens, for all samplers of a step at once.
 
-Order per row: penalties, logit bias, min_tokens, grammar → (greedy: argmax) → temperature → top_k → top_p over what
-top_k left → min_p → draw. Log probabilities are those of the model's own distribution, before any of it. Beams
-tell their likeliest tokens by that distribution (``engine/beams.py`` chooses).
+Order per row: penalties, logit bias, bans (``adjust.py``), grammar (``masks.py``) → (greedy: argmax) → temperature →
+top_k → top_p over what top_k left → min_p → typical_p over what all of them left → draw. Log probabilities are those of
+the model's own distribution, before any of it. Beams tell their likeliest tokens by that distribution
+(``engine/beams.py`` chooses).
 
 Rules
 - A row's token depends on its logits, its parameters, its seed and its position only: never on the other rows.
@@ -23,6 +24,7 @@ from torch import Tensor
 from workers.engine.beams import Candidate
 from workers.engine.plan import Sampled, SequenceFault
 from workers.engine.sequence import Sequence
+from workers.model.adjust import adjust
 from workers.model.masks import forbid
 from workers.model.philox import uniforms
 from workers.protocol import TokenLogprob
@@ -48,7 +50,7 @@ def sample(logits: Tensor, samplers: list[Sequence]) -> list[Sampled]:
     raw = logits[reporting].log_softmax(dim=-1) if reporting else None
     beams = [row for row, one in enumerate(samplers) if one.search is not None]
     likeliest = _candidates(logits[beams], [samplers[row] for row in beams]) if beams else []
-    _adjust(logits, samplers)
+    adjust(logits, samplers)
     stuck = forbid(logits, samplers)
     tokens = logits.argmax(dim=-1)
     random = [row for row, one in enumerate(samplers) if one.params.temperature > 0]
@@ -77,48 +79,6 @@ def _candidates(logits: Tensor, beams: list[Sequence]) -> list[list[Candidate]]:
     return [list(zip(ids[:count], values[:count], strict=True)) for count, ids, values in rows]
 
 
-def _adjust(logits: Tensor, samplers: list[Sequence]) -> None:
-    """Penalties, bias and the ban on early ends, in place; rows without any are not touched."""
-    vocab = logits.shape[1]
-    _subtract_penalties(logits, samplers)
-    rows: list[int] = []
-    columns: list[int] = []
-    amounts: list[float] = []
-    for row, one in enumerate(samplers):
-        for token, amount in one.params.logit_bias.items():
-            if 0 <= token < vocab:
-                rows.append(row)
-                columns.append(token)
-                amounts.append(amount)
-        if one.output_len < one.params.min_tokens:
-            banned = {*one.params.stop_token_ids, *(() if one.params.ignore_eos else one.eos)}
-            for token in sorted(banned):
-                if 0 <= token < vocab:
-                    rows.append(row)
-                    columns.append(token)
-                    amounts.append(-math.inf)
-    if rows:
-        place = torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)
-        logits.index_put_(place, torch.tensor(amounts, dtype=logits.dtype, device=logits.device), accumulate=True)
-
-
-def _subtract_penalties(logits: Tensor, samplers: list[Sequence]) -> None:
-    """logit -= frequency_penalty * count + presence_penalty, for every token already in the output (OpenAI API)."""
-    vocab = logits.shape[1]
-    rows = [row for row, one in enumerate(samplers) if one.params.presence_penalty or one.params.frequency_penalty]
-    pairs = [row * vocab + token for row in rows for token in samplers[row].output]
-    if not pairs:
-        return
-    device = logits.device
-    place, counts = torch.unique(torch.tensor(pairs, device=device), return_counts=True)
-    lines = place // vocab
-    presence, frequency = (
-        torch.tensor([getattr(one.params, name) for one in samplers], dtype=logits.dtype, device=device)[lines]
-        for name in ("presence_penalty", "frequency_penalty")
-    )
-    logits.view(-1)[place] -= frequency * counts + presence
-
-
 def _draw(logits: Tensor, samplers: list[Sequence]) -> Tensor:
     """Draw by inverting the cumulative distribution at one uniform number per row, in double precision."""
     device = logits.device
@@ -127,6 +87,7 @@ def _draw(logits: Tensor, samplers: list[Sequence]) -> Tensor:
     # The maximum goes first, so that a tiny temperature cannot make inf - inf.
     scaled = ((logits - logits.amax(dim=-1, keepdim=True)).double() / temperature[:, None]).float()
     scaled.masked_fill_(scaled < _cut(scaled, samplers)[:, None], -math.inf)
+    _keep_typical(scaled, samplers)
     cumulative = scaled.exp().double().cumsum(dim=-1)
     total = cumulative[:, -1]
     number = torch.from_numpy(uniforms((one.seed for one in samplers), (len(one.tokens) for one in samplers)))
@@ -171,6 +132,23 @@ def _top_p_cut(scaled: Tensor, wanted: Tensor) -> Tensor:
         cut[pending[done]] = best.gather(1, kept[:, None] - 1)[:, 0][done]
         pending, width = pending[~done], width * 8
     return cut
+
+
+def _keep_typical(scaled: Tensor, samplers: list[Sequence]) -> None:
+    """Locally typical sampling (arXiv:2202.00666), in place: of the tokens left, the smallest set with mass typical_p
+    whose surprise is closest to the distribution's entropy. Tokens that are equally close stay together."""
+    rows = [row for row, one in enumerate(samplers) if one.params.typical_p < 1]
+    if not rows:
+        return
+    part = scaled[rows].double()
+    surprise = -part.log_softmax(dim=-1)
+    chance = part.softmax(dim=-1)
+    entropy = (surprise * chance).nansum(dim=-1, keepdim=True)
+    closest, order = (surprise - entropy).abs().sort(dim=-1)
+    wanted = torch.tensor([samplers[row].params.typical_p for row in rows], dtype=torch.float64, device=scaled.device)
+    last = (chance.gather(1, order).cumsum(dim=-1) < wanted[:, None]).sum(dim=-1).clamp_(max=scaled.shape[1] - 1)
+    limit = closest.gather(1, last[:, None])
+    scaled[rows] = scaled[rows].masked_fill((surprise - entropy).abs() > limit, -math.inf)
 
 
 def _logprobs(raw: Tensor, tokens: Tensor, samplers: list[Sequence], rows: list[int]) -> list[TokenLogprob]:

@@ -350,7 +350,6 @@ ACTIVE: dict[str, Any] = {
     "add_generation_prompt": False,
     "include_reasoning": False,
     "skip_special_tokens": False,
-    "typical_p": 0.5,
 }
 _DEFAULT_ACTIVE: Any = {"something": True}
 
@@ -508,3 +507,41 @@ async def test_a_large_body_is_parsed_in_a_thread() -> None:
     with pytest.raises(ApiError):
         await schemas.parse(parse_completion, raw)
     assert await schemas.parse(parse_completion, json.dumps(COMPLETION).encode()) == completion()
+
+
+# -- bans and penalties ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("repetition_penalty", 10.5),
+        ("repetition_penalty", "1"),
+        ("typical_p", 0),
+        ("typical_p", 1.01),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [2**31]),
+        ("stop_token_ids", list(range(65))),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", ["5"]),
+        ("bad_words", [""]),
+        ("bad_words", ["x" * 129]),
+        ("bad_words", ["x"] * 65),
+        ("bad_words", "word"),
+        ("bad_words", [[5]]),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_bans_and_penalties(name: str, value: Any) -> None:
+    param = refused(chat, **{name: value})["param"]
+    assert param.split("[")[0] == name
+    assert refused(chat, use_beam_search=True, **{name: value})["param"].split("[")[0] == name
+
+
+def test_good_bans_and_penalties() -> None:
+    request = chat(repetition_penalty=1.2, typical_p=0.9, stop_token_ids=[5, 7, 5], bad_words=["a", "b", "a"])
+    assert (request.params.repetition_penalty, request.params.typical_p) == (1.2, 0.9)
+    assert request.params.stop_token_ids == (5, 7)
+    assert request.bad_words == ("a", "b")

@@ -53,6 +53,8 @@ def _greedy(sequence: Sequence) -> bool:
         and not params.logit_bias
         and params.presence_penalty == 0
         and params.frequency_penalty == 0
+        and params.repetition_penalty == 1
+        and not params.bad_words
         and sequence.output_len >= params.min_tokens
     )
 
