@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.errors import ApiError
 from gateway.http.admin import admin_app
-from gateway.http.embeddings import embed, parse_embeddings
+from gateway.http.embeddings import EmbeddingsFormat, parse_embeddings
 from gateway.http.middleware import error_response, exception_handlers, guard
 from gateway.http.openai import ChatFormat, CompletionFormat
 from gateway.http.openapi import document
@@ -37,7 +37,7 @@ ENDPOINTS: tuple[Endpoint | Errand, ...] = (
     Endpoint("/v1/chat/completions", "chat", parse_chat, ChatFormat),
     Endpoint("/v1/completions", "text_completion", parse_completion, CompletionFormat),
     Endpoint("/v1/responses", "chat", parse_responses, ResponsesFormat),
-    Errand("/v1/embeddings", parse_embeddings, embed),
+    Endpoint("/v1/embeddings", "embeddings", parse_embeddings, EmbeddingsFormat),
     Errand("/tokenize", parse_tokenize, tokenize),
     Errand("/detokenize", parse_detokenize, detokenize),
 )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as with_fields
 
+from gateway.http.embeddings import EmbeddingsRequest
 from gateway.http.schemas import ChatRequest, Message
 from workers.protocol import Ask, Generate, SamplingParams
 
@@ -62,6 +63,8 @@ def asked(prepared: Prepared) -> Ask:
         if request.toolbox is not None:
             body |= request.toolbox.asked
         return Ask("chat", body)
+    if isinstance(request, EmbeddingsRequest):
+        return Ask("embeddings", _embeddings(request))
     prompt = request.prompt
     body["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
     return Ask("completions", body)
@@ -74,6 +77,15 @@ def _message(message: Message) -> dict[str, Any]:
     if message.tool_call_id is not None:
         asked["tool_call_id"] = message.tool_call_id
     return asked
+
+
+def _embeddings(request: EmbeddingsRequest) -> dict[str, Any]:
+    body: dict[str, Any] = {"input": [one if isinstance(one, str) else list(one) for one in request.inputs]}
+    if request.encoding_format != "float":
+        body["encoding_format"] = request.encoding_format
+    if request.dimensions is not None:
+        body["dimensions"] = request.dimensions
+    return body
 
 
 def _logprobs(wanted: int | None, *, chat: bool) -> dict[str, Any]:

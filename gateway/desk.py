@@ -36,6 +36,8 @@ from workers.protocol import Cancel, Down
 
 _log = log.get("dispatch")
 
+MAX_RETRY_AFTER_S = 60.0
+
 
 class Desk:
     """Tickets, queue and flights of one model."""
@@ -191,6 +193,13 @@ class Desk:
             },
             "jobs": [self._describe(self.tickets[job.id], now) for job in self.queue.queued_jobs()[:limit]],
         }
+
+    def drain_s(self) -> float:
+        """Seconds until what is queued now will have run, at the rate of late."""
+        snapshot = self.queue.snapshot(TenantId(""))
+        if not snapshot.service_rate:
+            return 1.0
+        return min(MAX_RETRY_AFTER_S, max(1.0, snapshot.queued_tokens / snapshot.service_rate))
 
     def _guarded(self, policy: SchedulingPolicy, name: str) -> Guarded:
         return Guarded(policy, name, fallback=self._fallback, on_failover=self._failed_over)

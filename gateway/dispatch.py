@@ -27,6 +27,7 @@ from gateway.gate import Claim, Load, Room, fill, suits
 from gateway.landing import Landing
 from gateway.models import ModelHandle
 from gateway.monitor import Monitor
+from gateway.pool_roles import PoolRoles
 from gateway.settings import Queue
 from gateway.ticket import CancelledByCaller, Ticket, TicketState
 from gateway.trace import NO_TRACE, RequestTrace
@@ -46,7 +47,6 @@ _log = log.get("dispatch")
 
 TICK_S = 0.5
 """While jobs wait, a turn is tried at least so often: breakers reopen and figures become stale without an event."""
-MAX_RETRY_AFTER_S = 60.0
 
 
 class Dispatcher:
@@ -76,9 +76,10 @@ class Dispatcher:
             on_failover=on_failover,
             clock=clock,
         )
-        self._landing = Landing(self._desk)
-        self._routing = routing
         self._handles: dict[str, WorkerHandle] = {}
+        self._roles = PoolRoles(model.name, model.config.pools, self._handles)
+        self._landing = Landing(self._desk, self._roles)
+        self._routing = routing
         self._stale: set[str] = set()
         self._closing = False
         self._woken = False
@@ -304,6 +305,7 @@ class Dispatcher:
             claim=self._claim,
             could_fit=self._could_fit,
             send=lambda dispatch, rooms: self._dispatch(dispatch, rooms, now),
+            may=lambda job, room: self._roles.may(self._desk.tickets[job.id], room.reported, now),
         )
 
     def _claim(self, job: Job) -> Claim:
@@ -358,7 +360,8 @@ class Dispatcher:
         """Ask the routing policy; one that fails or names nobody is replaced by the worker with least in flight."""
         job = ticket.job
         span = ticket.trace.begin("route")
-        fitting = {room.reported.name: room for room in rooms if room.fits(job, ticket.lines, suspect=ticket.suspect)}
+        open_ = [room for room in rooms if room.fits(job, ticket.lines, suspect=ticket.suspect)]
+        fitting = {room.reported.name: room for room in self._roles.narrowed(ticket, open_, now)}
         try:
             decision = self._routing().choose(job, [room.view for room in fitting.values()], now)
             room = fitting[decision.worker]
@@ -384,15 +387,8 @@ class Dispatcher:
             error = shed(
                 "The request waited in the queue as long as its service class allows. Retry later.",
                 "queue_timeout",
-                self._drain_s(),
+                self._desk.drain_s(),
             )
         else:
             error = no_worker(job.model)
         self._desk.end(ticket, error, now)
-
-    def _drain_s(self) -> float:
-        """Seconds until what is queued now will have run, at the rate of late."""
-        snapshot = self.queue.snapshot(TenantId(""))
-        if not snapshot.service_rate:
-            return 1.0
-        return min(MAX_RETRY_AFTER_S, max(1.0, snapshot.queued_tokens / snapshot.service_rate))

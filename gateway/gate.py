@@ -198,18 +198,20 @@ def fill(
     claim: Callable[[Job], Claim],
     could_fit: Fits,
     send: Callable[[Dispatch, list[Room]], None],
+    may: Callable[[Job, Room], bool] = lambda job, room: True,
 ) -> bool:
     """Take jobs from ``queue`` while a room is open and something queued fits.
 
     ``send(dispatch, rooms)`` picks one of the rooms, sends, and updates it (``take``) or removes it from the list.
-    ``could_fit``: see ``JobQueue.next``; a job for which others wait keeps only the rooms it might use to itself. The
-    gateway's dispatcher and the simulator both fill their workers with this. Returns whether a room is still open.
+    ``may``: what else has to hold for a job in a room (``pool_roles.py``). ``could_fit``: see ``JobQueue.next``; a job
+    for which others wait keeps only the rooms it might use to itself. The gateway's dispatcher and the simulator both
+    fill their workers with this. Returns whether a room is still open.
     """
     open_rooms = [room for room in rooms if room.open]
 
     def fits_in(job: Job, among: Iterable[Room]) -> bool:
         choices, suspect = claim(job)
-        return any(room.fits(job, choices, suspect=suspect) for room in among)
+        return any(room.fits(job, choices, suspect=suspect) and may(job, room) for room in among)
 
     def fits(job: Job) -> bool:
         return fits_in(job, open_rooms)

@@ -111,6 +111,11 @@ class ServedModel(Protocol):
         ...
 
     @property
+    def embeds(self) -> bool:
+        """Whether a worker makes embeddings with it."""
+        ...
+
+    @property
     def directory(self) -> Path | None:
         """Where its files are; None for a model that has none here."""
         ...
@@ -212,6 +217,10 @@ class Intake:
 
         Raises ApiError: 400 for what does not fit the model or the tenant's limits, 503 while the model is loading.
         """
+        if request.endpoint == "embeddings" and not model.embeds:
+            raise bad_request(
+                f"The model {model.name[:128]!r} makes no embeddings.", param="model", code="embeddings_not_supported"
+            )
         tokenizer = model.tokenizer
         context = Context.of(model, tenant)
         tokens, keys, public = await self._encoded(request, tokenizer, model, scope, context)

@@ -10,11 +10,15 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gateway import log
 from gateway.desk import Desk
 from gateway.errors import ApiError, bad_request, internal, timed_out, unavailable
 from gateway.flights import Flight
+from gateway.pool_roles import PoolRoles
 from gateway.retry import MAX_REFUSALS, MAX_RETRIES, MAX_STRIKES, QuarantinedError, RetryBudget, Strikes, fingerprint
+from gateway.settings import FallbackReason
 from gateway.ticket import CancelledByCaller, Ticket, TicketState
 from gateway.worker_handle import WorkerHandle, WorkerLoss
 from policies.types import RequeueReason, Transition
@@ -26,14 +30,21 @@ REFUSED = frozenset({"overloaded", "draining", "cancelled"})
 """Ends by which a worker hands a request back that nobody had cancelled."""
 FAILED = frozenset({"internal", "upstream_failed", "upstream_timeout"})
 """Ends that are the worker's fault: another attempt may fare better."""
+TURNED_AWAY: Mapping[str, FallbackReason] = {
+    "throttled": "overload",
+    "unavailable": "overload",
+    "prompt_too_long": "context",
+}
+"""Ends by which a worker will not have a request that another one might."""
 UPSTREAM_RETRY_S = 1.0
 
 
 class Landing:
     """Takes in one model's reports."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, roles: PoolRoles) -> None:
         self._desk = desk
+        self._roles = roles
         self._strikes = Strikes()
         self.budget = RetryBudget()
 
@@ -151,7 +162,7 @@ class Landing:
             if whole:
                 self._desk.end(ticket, CancelledByCaller(), now)
             return
-        if code in REFUSED and whole and not ticket.committed and ticket.refusals < MAX_REFUSALS:
+        if whole and self._handed_on(ticket, code, now):
             ticket.refusals += 1
             self._desk.requeue([ticket], RequeueReason.WORKER_REFUSED, now)
         elif code in FAILED and whole and self._may_retry(ticket):
@@ -159,6 +170,15 @@ class Landing:
             self._desk.requeue([ticket], RequeueReason.WORKER_LOST, now)
         else:
             self._desk.end(ticket, _worker_error(code, retry_after_s), now)
+
+    def _handed_on(self, ticket: Ticket, code: str, now: float) -> bool:
+        """Whether it is queued again: handed back unstarted, or turned away where another worker may still take it."""
+        if ticket.committed or ticket.refusals >= MAX_REFUSALS:
+            return False
+        if code in TURNED_AWAY:
+            ticket.turned_away.add(TURNED_AWAY[code])
+            return self._roles.elsewhere(ticket, now)
+        return code in REFUSED
 
     def _may_retry(self, ticket: Ticket) -> bool:
         return not ticket.committed and ticket.retries < MAX_RETRIES and self.budget.spend()

@@ -62,6 +62,11 @@ class ModelHandle:
         return self.files.dir if self.files is not None else None
 
     @property
+    def embeds(self) -> bool:
+        """Whether a worker makes embeddings with it."""
+        return any("embeddings" in hello.endpoints for hello in self._hellos.values())
+
+    @property
     def loaded(self) -> bool:
         """Whether the tokenizer is there."""
         return self._tokenizer is not None

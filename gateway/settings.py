@@ -169,6 +169,18 @@ class Launch(Section):
     """Mutual TLS with static workers; null: the connection is not encrypted."""
 
 
+FallbackReason = Literal["overload", "context", "lost"]
+
+
+class Canary(Section):
+    """A pool that a fixed part of the callers uses."""
+
+    percent: float = Field(ge=0, le=100)
+    """Part of the callers, in percent."""
+    by: Literal["user", "tenant"] = "user"
+    """What is one caller: a verified user (a tenant, where there is none), or a whole tenant."""
+
+
 class Pool(Section):
     """A set of equal workers."""
 
@@ -177,6 +189,14 @@ class Pool(Section):
     labels: dict[str, str] = Field(default_factory=dict)
     classes: tuple[str, ...] = ()
     """Service classes that may run here; empty: all."""
+    weight: float | None = Field(None, gt=0, le=1e6, allow_inf_nan=False)
+    """Share of the requests, among pools with room; null everywhere: the routing policy chooses among all workers."""
+    canary: Canary | None = None
+    """Only this part of the callers comes here, always the same ones, and nowhere else while it works."""
+    fallback: tuple[FallbackReason, ...] = ()
+    """Comes in only when one of these holds for the pools before it; empty: an ordinary pool."""
+    fallback_after_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """With ``overload``: how long a request waits for the pools before."""
     engine: EngineConfig = EngineConfig()
 
 
@@ -301,7 +321,7 @@ class Settings(Section):
         mistakes = list(_duplicates([model.name for model in models], "name", "model name"))
         for i, model in enumerate(models):
             pools = _duplicates([pool.name for pool in model.pools], "name", "pool name")
-            mistakes.extend(((i, "pools", *path), message) for path, message in pools)
+            mistakes.extend(((i, "pools", *path), message) for path, message in (*pools, *_roles(model.pools)))
         refuse(mistakes)
         return models
 
@@ -342,6 +362,19 @@ class Settings(Section):
             if name is not None and name not in known:
                 names = ", ".join(sorted(known)) or "none"
                 yield (*path, "organisation"), f"unknown organisation {name!r} (known: {names})"
+
+
+def _roles(pools: tuple[Pool, ...]) -> Iterator[Mistake]:
+    """What is wrong with who is ordinary, a canary, a fallback."""
+    for i, pool in enumerate(pools):
+        if pool.canary is not None and pool.fallback:
+            yield (i, "fallback"), "a pool is a canary or a fallback, not both"
+        if pool.weight is not None and (pool.canary is not None or pool.fallback):
+            yield (i, "weight"), "only ordinary pools share by weight, not canaries and fallbacks"
+        if pool.fallback_after_s and "overload" not in pool.fallback:
+            yield (i, "fallback_after_s"), "counts with fallback: [overload] only"
+    if all(pool.canary is not None or pool.fallback for pool in pools):
+        yield (0, "fallback"), "one pool of a model must be ordinary: neither a canary nor a fallback"
 
 
 def _duplicates(names: list[str], key: str, what: str) -> Iterator[Mistake]:

@@ -27,6 +27,7 @@ from policies.types import Job, Usage
 if TYPE_CHECKING:
     from gateway.choices import ChoiceDelta
     from gateway.intake import Prepared
+    from gateway.settings import FallbackReason
     from gateway.worker_handle import WorkerHandle
 
 
@@ -79,6 +80,8 @@ class Ticket:
         """Attempts that a worker's fault ended and that were repeated."""
         self.refusals = 0
         """Attempts that a worker handed back."""
+        self.turned_away: set[FallbackReason] = set()
+        """Why workers would not have it: too busy, or too long for them."""
         self.fingerprint: bytes | None = None
         """Made when it is needed (``retry.py``)."""
         self.suspect = False
@@ -119,6 +122,11 @@ class Ticket:
     def usage(self) -> Usage:
         """What ran so far, over all attempts."""
         return self.meter.usage
+
+    @property
+    def moved_on(self) -> bool:
+        """Whether a worker failed it or turned it away, so that another one should have it."""
+        return self.retries > 0 or bool(self.turned_away)
 
     @property
     def done(self) -> bool:

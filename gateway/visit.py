@@ -37,7 +37,7 @@ class Endpoint:
     """One inference endpoint of the API."""
 
     route: str
-    operation: Literal["chat", "text_completion"]
+    operation: Literal["chat", "text_completion", "embeddings"]
     """``gen_ai.operation.name``."""
     parse: Callable[[bytes], AnyRequest]
     format: Callable[..., Format]

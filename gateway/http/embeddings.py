@@ -1,22 +1,26 @@
-"""``/v1/embeddings``: its body. Whether a model makes embeddings is its pools' business.
+"""``/v1/embeddings``: its body and its answer. Workers that are upstreams make them, if they say that they do.
 
 Rules
 - One request may hold many inputs: texts, or lists of token ids. An empty one is a mistake.
+- It is queued, charged and limited as a prompt of all its inputs together, without output. The vectors pass through as
+  the upstream wrote them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
+
+import msgspec
 
 from gateway.errors import bad_request
 from gateway.http import common
 from gateway.http.jsonfields import Field, between, checked, read, split
 from gateway.http.jsonfields import field as spec
-
-if TYPE_CHECKING:
-    from gateway.models import ModelHandle
+from gateway.http.openai import Answer, Format, Json
+from gateway.http.schemas import CompletionRequest, EndpointName
+from policies.types import Usage
 
 MAX_INPUTS = 2048
 
@@ -42,19 +46,15 @@ FIELDS: Mapping[str, Field[Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingsRequest:
-    """Body of ``/v1/embeddings``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingsRequest(CompletionRequest):
+    """Body of ``/v1/embeddings``; its ``prompt`` is all inputs together, for whoever counts or keys them."""
 
-    model: str
+    content_param: ClassVar[str] = "input"
+    endpoint: ClassVar[EndpointName] = "embeddings"
     inputs: tuple[str | tuple[int, ...], ...]
     encoding_format: str = "float"
     dimensions: int | None = None
-
-    @property
-    def chars(self) -> int:
-        """What it costs, in characters."""
-        return sum(map(len, self.inputs))
 
 
 def parse_embeddings(raw: bytes) -> EmbeddingsRequest:
@@ -65,19 +65,38 @@ def parse_embeddings(raw: bytes) -> EmbeddingsRequest:
     if value is None:
         raise bad_request("input is missing; send a string, a list of strings, or token ids.", param="input")
     read(fields, "user", FIELDS["user"], None)
+    inputs = _inputs(value)
     return EmbeddingsRequest(
-        model,
-        _inputs(value),
-        read(fields, "encoding_format", _FORMAT, "float"),
-        read(fields, "dimensions", _DIMENSIONS, None),
+        model=model,
+        inputs=inputs,
+        prompt=_together(inputs),
+        max_tokens=1,
+        encoding_format=read(fields, "encoding_format", _FORMAT, "float"),
+        dimensions=read(fields, "dimensions", _DIMENSIONS, None),
     )
 
 
-def embed(request: EmbeddingsRequest, model: ModelHandle) -> bytes:
-    """Raises ApiError 400: the models that run here generate text only."""
-    raise bad_request(
-        f"The model {model.name[:128]!r} makes no embeddings.", param="model", code="embeddings_not_supported"
-    )
+class EmbeddingsFormat(Format):
+    """The answer: the upstream's own vectors, under the name that the caller asked for."""
+
+    prefix = "embd"
+    object = "list"
+    chunk_object = "list"
+
+    def full(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        """The whole answer."""
+        prompt = usage.prompt + usage.cached
+        return {
+            "object": self.object,
+            "data": msgspec.Raw(answers[0].text.encode()),
+            "model": self._base["model"],
+            "usage": {"prompt_tokens": prompt, "total_tokens": prompt},
+        }
+
+
+def _together(inputs: tuple[str | tuple[int, ...], ...]) -> str | tuple[int, ...]:
+    texts = [one for one in inputs if isinstance(one, str)]
+    return "\n".join(texts) if texts else tuple(token for one in inputs if not isinstance(one, str) for token in one)
 
 
 def _inputs(value: str | list[int | str | list[int]]) -> tuple[str | tuple[int, ...], ...]:

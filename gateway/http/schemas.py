@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -55,12 +55,17 @@ class Constraint:
     param: str
 
 
+EndpointName = Literal["chat", "completions", "embeddings"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What chats and completions have in common."""
 
     content_param: ClassVar[str]
     """The field that holds the text, for messages."""
+    endpoint: ClassVar[EndpointName]
+    """What a worker must offer to run it."""
 
     model: str
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -107,6 +112,7 @@ class ChatRequest(Request):
     """Body of ``/v1/chat/completions``."""
 
     content_param: ClassVar[str] = "messages"
+    endpoint: ClassVar[EndpointName] = "chat"
     messages: tuple[Message, ...]
     toolbox: Toolbox | None = None
 
@@ -127,6 +133,7 @@ class CompletionRequest(Request):
     """Body of ``/v1/completions``: one prompt, as text or as token ids."""
 
     content_param: ClassVar[str] = "prompt"
+    endpoint: ClassVar[EndpointName] = "completions"
     prompt: str | tuple[int, ...]
 
 

@@ -85,11 +85,15 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
-    data: msgspec.Raw | None = None
-    """Of embeddings."""
+
+
+class _Embeddings(msgspec.Struct):
+    data: msgspec.Raw
+    usage: _Usage | None = None
 
 
 _chunks = msgspec.json.Decoder(_Chunk)
+_embeddings = msgspec.json.Decoder(_Embeddings)
 
 
 @dataclass(slots=True)
@@ -105,6 +109,8 @@ class Choice:
     news: bool = False
     call: int | None = None
     """The call that is being written; one ends where the next begins, or with the answer."""
+    argued: bool = False
+    """It has arguments; one without takes an empty object."""
 
     def calls(self, said: list[_Call]) -> str:
         """Pieces of calls as text. Raises ServerError for pieces that are out of order."""
@@ -115,13 +121,14 @@ class Choice:
                 if not function.name or piece.index != (0 if self.call is None else self.call + 1):
                     raise ServerError("a call of a tool begins in the middle")
                 text += self.called() + CALL + msgspec.json.encode(function.name).decode() + ARGUMENTS
-                self.call = piece.index
+                self.call, self.argued = piece.index, False
             text += function.arguments or ""
+            self.argued = self.argued or bool(function.arguments)
         return text
 
     def called(self) -> str:
         """The end of the call that is being written, if there is one."""
-        return "" if self.call is None else f"{CALLED}\n"
+        return "" if self.call is None else f"{'' if self.argued else '{}'}{CALLED}\n"
 
 
 class Answer:
@@ -163,11 +170,11 @@ class Answer:
     def take_embeddings(self, data: bytes) -> None:
         """The whole answer of an embeddings request: its ``data`` becomes the text. Raises ServerError."""
         try:
-            body = _chunks.decode(data)
+            body = _embeddings.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ServerError(f"the answer is not as expected: {type(error).__name__}") from None
-        if body.error or body.data is None:
-            raise ServerError("the answer holds no data")
+        if bytes(body.data)[:1] != b"[":
+            raise ServerError("the answer holds no list of vectors")
         if body.usage is not None:
             self._count(body.usage)
         [choice] = self.choices

@@ -149,6 +149,7 @@ class Upstream:
                 device="upstream",
                 dtype="",
                 upstream=True,
+                endpoints=list(self._config.endpoints),
             )
         )
 

@@ -316,3 +316,102 @@ async def test_tools_go_out_and_calls_come_back(front: Front) -> None:
         for index, (_, expected) in enumerate(calls):
             assert "".join(text for place, text in fragments if place == index) == expected
         await client.close()
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+
+
+def called(*calls: dict[str, Any], finish: str | None = None, content: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": content, "tool_calls": [*calls]}, "finish_reason": finish}]}
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_calls_of_tools_come_through_in_both_directions(front: Front, streamed: bool) -> None:
+    """The server's calls, in fragments and several at once, are what the official client gets; one takes nothing."""
+
+    async def script(exchange: Exchange) -> None:
+        assert exchange.body["tools"] == [TOOL]
+        await exchange.head()
+        await exchange.event(called(content="Let me see."))
+        name = {"index": 0, "id": "a", "type": "function", "function": {"name": "weather", "arguments": ""}}
+        await exchange.event(called(name))
+        for part in ('{"city": "Os', 'lo"}'):
+            await exchange.event(called({"index": 0, "function": {"arguments": part}}))
+        await exchange.event(called({"index": 1, "id": "b", "function": {"name": "weather", "arguments": ""}}))
+        await exchange.event(called(finish="tool_calls"))
+        await exchange.event("[DONE]")
+        exchange.close()
+
+    async with scripted(script) as server, front(server.url) as site:
+        earlier = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+        messages: list[Any] = [
+            {"role": "user", "content": "and in Oslo?"},
+            {"role": "assistant", "content": None, "tool_calls": [earlier]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        ]
+        asked: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": [TOOL], "max_tokens": 50}
+        if streamed:
+            content, found = "", {}
+            async for chunk in await site.client().chat.completions.create(stream=True, **asked):
+                [choice] = chunk.choices
+                content += choice.delta.content or ""
+                for piece in choice.delta.tool_calls or ():
+                    assert piece.function is not None
+                    old = found.get(piece.index, ("", ""))
+                    found[piece.index] = old[0] + (piece.function.name or ""), old[1] + (piece.function.arguments or "")
+            calls, finish = list(found.values()), choice.finish_reason
+        else:
+            answer = (await site.client().chat.completions.create(**asked)).choices[0]
+            content, finish = answer.message.content or "", answer.finish_reason
+            calls = [(call.function.name, call.function.arguments) for call in answer.message.tool_calls or ()]
+        assert (content, finish) == ("Let me see.", "tool_calls")
+        assert calls == [("weather", '{"city": "Oslo"}'), ("weather", "{}")]
+        assert server.requests[0].body["messages"][1]["tool_calls"] == [earlier]
+        assert server.requests[0].body["messages"][2]["tool_call_id"] == "call_1"
+
+
+async def test_embeddings_pass_through_to_the_pools_that_have_them(front: Front) -> None:
+    """Vectors come as they were written, the tenant is charged for what the server counted; no text goes there."""
+
+    async def vectors(exchange: Exchange) -> None:
+        assert exchange.path == "/v1/embeddings"
+        assert "stream" not in exchange.body
+        data = [{"object": "embedding", "index": i, "embedding": [0.5, -1.25e-7]} for i in range(2)]
+        figures = {"prompt_tokens": 9, "total_tokens": 9}
+        await exchange.whole(json.dumps({"object": "list", "data": data, "model": "x", "usage": figures}).encode())
+
+    async def texts(exchange: Exchange) -> None:
+        assert exchange.path == "/v1/completions"
+        await exchange.whole(stream("ok"))
+
+    async with scripted(vectors) as server, scripted(texts) as other:
+        pools = [upstream(server.url, "vectors", endpoints=["embeddings"]), upstream(other.url, "texts")]
+        async with front(pools=pools) as site:
+            await until(lambda: len(site.dispatcher.workers) == 2, "both are there")
+            settled = Settlements(site)
+            for _ in range(4):
+                made = await site.client().embeddings.create(
+                    model=MODEL, input=["one", "two"], encoding_format="float", dimensions=2
+                )
+                assert [entry.embedding for entry in made.data] == [[0.5, -1.25e-7]] * 2
+                assert (made.model, made.usage.prompt_tokens, made.usage.total_tokens) == (MODEL, 9, 9)
+                assert (await site.complete()).status_code == 200
+            assert [(usage.prompt, usage.output) for usage in settled.usages if usage.prompt == 9] == [(9, 0)] * 4
+            assert server.requests[0].body == {"model": MODEL, "input": ["one", "two"], "dimensions": 2}
+            assert (len(server.requests), len(other.requests)) == (4, 4)
+            settled.close()
+            await site.at_rest()
+
+
+async def test_a_failure_to_embed_is_told_as_one(front: Front) -> None:
+    async def broken(exchange: Exchange) -> None:
+        await exchange.whole(b'{"object": "list"}')
+
+    async with scripted(broken) as server, front(server.url, endpoints=["embeddings"]) as site:
+        headers = {"authorization": f"Bearer {token('alpha')}"}
+        answer = await site.http.post("/v1/embeddings", json={"model": MODEL, "input": "x"}, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_failed")
+        await site.at_rest()
