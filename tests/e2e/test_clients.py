@@ -9,14 +9,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import psutil
 import pytest
 from langchain_openai import ChatOpenAI
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 
 from tests.e2e.harness import MODEL, Server, token
 
@@ -123,6 +123,19 @@ def test_responses_say_the_same_as_a_chat(server: Server) -> None:
     assert whole.usage is not None
     assert chat.usage is not None
     assert whole.usage.total_tokens == chat.usage.total_tokens
+
+
+class Capital(BaseModel):
+    country: Literal["France", "Spain"]
+    city: Literal["Madrid", "Paris"]
+
+
+def test_responses_are_parsed_into_the_callers_type(server: Server) -> None:
+    """``text.format`` is enforced as a chat's ``response_format`` is."""
+    asked: dict[str, Any] = {"model": MODEL, "input": CAPITAL, "temperature": 0, "max_output_tokens": 60}
+    answer = server.client().responses.parse(**asked, text_format=Capital)
+    assert answer.status == "completed"
+    assert isinstance(answer.output_parsed, Capital)
 
 
 def test_tokens_are_counted_as_a_chat_counts_them(server: Server) -> None:

@@ -18,7 +18,10 @@ from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Settlements, Site, pool, token, until
 from workers.testing import Echo
 
-SLOW = Echo(step_s=0.05)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SLOW = ECHO = Echo(step_s=0.02)
+"""``ECHO``: for the tests that share a gateway, each with keys of its own."""
 KEYED = {"idempotency-key": "order-17"}
 
 
@@ -31,58 +34,55 @@ async def post(site: Site, tenant: str = "alpha", key: str = "order-17", **body:
     return await site.http.post("/v1/completions", json=body, headers=bearer(tenant, **{"idempotency-key": key}))
 
 
-async def test_fifty_at_once_run_once_and_are_charged_once(start: Start) -> None:
+async def test_fifty_at_once_run_once_and_are_charged_once(shared: Site) -> None:
     """security 75, in one process."""
-    async with start(echo=SLOW) as site:
-        settled = Settlements(site)
-        answers = await asyncio.gather(*(post(site) for _ in range(50)))
-        settled.close()
-        assert {answer.status_code for answer in answers} == {200}
-        assert len({answer.content for answer in answers}) == 1
-        assert sum("x-forebay-replayed" in answer.headers for answer in answers) == 49
-        assert len({answer.headers["x-request-id"] for answer in answers}) == 50
-        assert [usage.output for usage in settled.usages] == [8]
-        later = await post(site)
-        assert later.content == answers[0].content
-        assert len(settled.usages) == 1
-        await site.at_rest()
+    settled = Settlements(shared)
+    answers = await asyncio.gather(*(post(shared, key="fifty") for _ in range(50)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.content for answer in answers}) == 1
+    assert sum("x-forebay-replayed" in answer.headers for answer in answers) == 49
+    assert len({answer.headers["x-request-id"] for answer in answers}) == 50
+    assert [usage.output for usage in settled.usages] == [8]
+    later = await post(shared, key="fifty")
+    assert later.content == answers[0].content
+    assert len(settled.usages) == 1
+    settled.close()
+    await shared.at_rest()
 
 
-async def test_streams_are_joined_while_they_run_and_replayed_afterwards(start: Start) -> None:
-    async with start(echo=SLOW) as site:
-        settled = Settlements(site)
-        body = {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 12, "stream": True}
-        headers = bearer(**KEYED)
+async def test_streams_are_joined_while_they_run_and_replayed_afterwards(shared: Site) -> None:
+    settled = Settlements(shared)
+    body = {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 12, "stream": True}
+    headers = bearer(**{"idempotency-key": "joined"})
 
-        async def read() -> bytes:
-            async with site.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-                assert response.headers["content-type"].startswith("text/event-stream")
-                return b"".join([piece async for piece in response.aiter_raw()])
+    async def read() -> bytes:
+        async with shared.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            return b"".join([piece async for piece in response.aiter_raw()])
 
-        first = asyncio.create_task(read())
-        await until(lambda: site.dispatcher.in_flight, "it runs")
-        joined, whole = await asyncio.gather(read(), first)
-        assert joined == whole == await read()
-        assert whole.endswith(b"data: [DONE]\n\n")
-        settled.close()
-        assert [usage.output for usage in settled.usages] == [12]
+    first = asyncio.create_task(read())
+    await until(lambda: shared.dispatcher.in_flight, "it runs")
+    joined, whole = await asyncio.gather(read(), first)
+    assert joined == whole == await read()
+    assert whole.endswith(b"data: [DONE]\n\n")
+    settled.close()
+    assert [usage.output for usage in settled.usages] == [12]
 
 
-async def test_who_loses_the_connection_finds_the_request_running(start: Start) -> None:
-    async with start(echo=SLOW) as site:
-        settled = Settlements(site)
-        with pytest.raises(httpx.ReadTimeout):
-            await site.http.post(
-                "/v1/completions",
-                json={"model": MODEL, "prompt": [5, 6], "max_tokens": 20},
-                headers=bearer(**KEYED),
-                timeout=0.2,
-            )
-        answer = await post(site, prompt=[5, 6], max_tokens=20)
-        settled.close()
-        assert answer.headers["x-forebay-replayed"] == "true"
-        assert answer.json()["usage"]["completion_tokens"] == 20
-        assert [usage.output for usage in settled.usages] == [20]
+async def test_who_loses_the_connection_finds_the_request_running(shared: Site) -> None:
+    settled = Settlements(shared)
+    with pytest.raises(httpx.ReadTimeout):
+        await shared.http.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": [5, 6], "max_tokens": 20},
+            headers=bearer(**{"idempotency-key": "lost"}),
+            timeout=0.2,
+        )
+    answer = await post(shared, key="lost", prompt=[5, 6], max_tokens=20)
+    settled.close()
+    assert answer.headers["x-forebay-replayed"] == "true"
+    assert answer.json()["usage"]["completion_tokens"] == 20
+    assert [usage.output for usage in settled.usages] == [20]
 
 
 async def test_a_request_that_nobody_asks_for_again_is_cancelled(start: Start) -> None:
@@ -101,31 +101,30 @@ async def test_a_request_that_nobody_asks_for_again_is_cancelled(start: Start) -
         assert "x-forebay-replayed" not in answer.headers
 
 
-async def test_another_body_under_the_same_key_is_422(start: Start) -> None:
-    async with start() as site:
-        assert (await post(site)).status_code == 200
-        other = await post(site, max_tokens=9)
-        assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
-        assert other.json()["error"]["param"] == "Idempotency-Key"
+async def test_another_body_under_the_same_key_is_422(shared: Site) -> None:
+    assert (await post(shared, key="other")).status_code == 200
+    other = await post(shared, key="other", max_tokens=9)
+    assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
+    assert other.json()["error"]["param"] == "Idempotency-Key"
 
 
-async def test_keys_belong_to_a_tenant_a_user_and_a_route(start: Start) -> None:
-    async with start() as site:
-        await post(site)
-        assert "x-forebay-replayed" not in (await post(site, "beta")).headers
-        as_ann = {"authorization": f"Bearer {token('alpha', sub='ann')}", **KEYED}
-        body = {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 8}
-        assert "x-forebay-replayed" not in (await site.http.post("/v1/completions", json=body, headers=as_ann)).headers
-        chat = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-        on_chat = await site.http.post("/v1/chat/completions", json=chat, headers=bearer(**KEYED))
-        assert on_chat.status_code == 200
+async def test_keys_belong_to_a_tenant_a_user_and_a_route(shared: Site) -> None:
+    await post(shared, key="mine")
+    assert "x-forebay-replayed" not in (await post(shared, "beta", key="mine")).headers
+    mine = {"idempotency-key": "mine"}
+    as_ann = {"authorization": f"Bearer {token('alpha', sub='ann')}", **mine}
+    body = {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 8}
+    assert "x-forebay-replayed" not in (await shared.http.post("/v1/completions", json=body, headers=as_ann)).headers
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    on_chat = await shared.http.post("/v1/chat/completions", json=chat, headers=bearer(**mine))
+    assert on_chat.status_code == 200
 
 
 async def test_a_failure_is_not_replayed(start: Start) -> None:
     """Neither a refusal nor a fault: the next attempt may well succeed."""
     settings = {"tenants": [{"id": "alpha", "limits": {"concurrent": 1}}], "models": [pool(max_running=1)]}
     async with start(settings, echo=SLOW) as site:
-        holder = asyncio.create_task(post(site, key="holder", max_tokens=10))
+        holder = asyncio.create_task(post(site, key="holder", max_tokens=50))
         await until(lambda: site.dispatcher.in_flight, "it runs")
         refused = await post(site)
         assert refused.status_code == 429
@@ -155,19 +154,22 @@ async def test_answers_are_forgotten_in_time(start: Start) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "two words", "x" * 256, "é"])
-async def test_a_key_must_be_sane(start: Start, key: str) -> None:
-    async with start() as site:
-        headers = [(b"authorization", f"Bearer {token('alpha')}".encode()), (b"idempotency-key", key.encode("latin-1"))]
-        body = json.dumps({"model": MODEL, "prompt": [5], "max_tokens": 1})
-        answer = await site.http.post("/v1/completions", content=body, headers=headers)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Idempotency-Key")
+async def test_a_key_must_be_sane(shared: Site, key: str) -> None:
+    headers = [(b"authorization", f"Bearer {token('alpha')}".encode()), (b"idempotency-key", key.encode("latin-1"))]
+    body = json.dumps({"model": MODEL, "prompt": [5], "max_tokens": 1})
+    answer = await shared.http.post("/v1/completions", content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Idempotency-Key")
 
 
-async def test_the_official_client_sends_one(start: Start) -> None:
-    async with start() as site:
-        client: openai.AsyncOpenAI = site.client()
-        asked: dict[str, Any] = {"model": MODEL, "prompt": [5, 6], "max_tokens": 3, "extra_headers": KEYED}
-        assert (await client.completions.create(**asked)).id == (await client.completions.create(**asked)).id
+async def test_the_official_client_sends_one(shared: Site) -> None:
+    client: openai.AsyncOpenAI = shared.client()
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": [5, 6],
+        "max_tokens": 3,
+        "extra_headers": {"idempotency-key": "client"},
+    }
+    assert (await client.completions.create(**asked)).id == (await client.completions.create(**asked)).id
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------

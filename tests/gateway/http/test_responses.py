@@ -15,7 +15,9 @@ from gateway.http.common import FIELDS as COMMON
 from gateway.http.responses import FIELDS, UNSUPPORTED, ResponsesFormat, parse_responses
 from gateway.http.schemas import Message
 from policies.types import Usage
+from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Site, events, token
+from workers.testing import Echo
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -219,3 +221,22 @@ async def test_a_stream_that_fails_says_so_in_a_way_that_clients_see(began: bool
     assert said[2]["response"]["usage"]["total_tokens"] == 4
     assert said[3]["error"]["code"] == said[3]["code"] == "queue_full"
     assert [event["sequence_number"] for event in said] == [0, 1, 2, 3]
+
+
+async def test_the_official_client_raises_what_breaks_a_stream(start: Start) -> None:
+    """gateway C5: a worker that dies after some output ends the stream with an error, never with a made-up end."""
+    async with start(echo=Echo(step_s=0.02, die_after=12)) as site:
+        stream = await site.client().responses.create(
+            model=MODEL, input="hello", stream=True, max_output_tokens=100, extra_body={"ignore_eos": True}
+        )
+        said: list[str] = []
+
+        async def read() -> None:
+            async for event in stream:
+                said.extend([event.type])
+
+        with pytest.raises(openai.APIError):
+            await read()
+    assert "response.output_text.delta" in said
+    assert said[-1] == "response.failed"
+    assert not {"response.completed", "response.incomplete"} & set(said)
