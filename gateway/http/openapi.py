@@ -17,7 +17,7 @@ import msgspec
 
 from gateway.http import embeddings, responses, schemas, tokenize
 from gateway.http.jsonfields import REFERENCE, Field
-from gateway.http.openapi_answers import ANSWERS, ERRORS, HEADERS
+from gateway.http.openapi_answers import ANSWERS, ERRORS, EVENT, HEADERS
 
 Json = dict[str, Any]
 
@@ -107,7 +107,7 @@ def _post(body: Body, components: Json) -> Json:
     components[body.name] = {"type": "object", "properties": properties, "required": list(body.required)}
     content: Json = {"application/json": {"schema": _reference(body.answer)}}
     if body.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": EVENT}
     return {
         "summary": body.summary,
         "operationId": body.name.removesuffix("Request"),

@@ -134,7 +134,10 @@ ANSWERS: Json = {
     "Status": _object(status=_one_of("ok", "ready", "starting", "draining")),
     "Document": _object(openapi=_TEXT, info={"type": "object"}, paths={"type": "object"}),
 }
-"""Schemas by name. Whole answers only: a stream is text to OpenAPI."""
+"""Schemas by name. Whole answers only: of a stream OpenAPI 3.1 can say that it has events, not which."""
+
+EVENT: Json = _object({"event": _TEXT}, data=_TEXT)
+"""One event of a stream; its data is a chunk as JSON, or ``[DONE]``."""
 
 ERRORS: dict[int, str] = {
     400: "The request is wrong, or could never pass the caller's limits.",

@@ -180,6 +180,8 @@ def send(operation: Any, mode: schemathesis.GenerationMode, examples: int, serve
         number = next(numbers)
         if mode is POSITIVE:
             case.body = modest(case.body, number)
+        if number % 4:  # keys come up again and again, and mostly with another body
+            case.headers.pop("Idempotency-Key", None)
         answer = case.call_and_validate(headers=headers, checks=CHECKS, timeout=40)
         served["count"] += answer.status_code == 200
 
