@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gateway import pipeline as pipeline_module
-from gateway.app import COMPLETIONS
+from gateway.app import ENDPOINTS
 from gateway.ticket import Ticket
 from policies.types import JobId, Usage
 from tests.gateway.harness import MODEL, Site, token
@@ -39,6 +39,7 @@ POINTS = [
     "send last",
     "settle",
 ]
+[COMPLETIONS] = [endpoint for endpoint in ENDPOINTS if endpoint.route == "/v1/completions"]
 HOLDS_NOTHING = {"authenticate", "receive", "parse", "prepare"}
 
 
