@@ -28,7 +28,7 @@ from gateway.fetch import fetch_json
 from gateway.gatekeeper import Gatekeeper
 from gateway.gauge_sources import model_gauges, quota_gauges, worker_gauges
 from gateway.history import History
-from gateway.http.admin import admin_token
+from gateway.http.operators import Operators
 from gateway.intake import Intake
 from gateway.log import LEVEL_ENV
 from gateway.metrics import Metrics
@@ -92,7 +92,7 @@ def build(
     try:
         certificates = Certificates.of(settings, base_dir)
         state = folder(settings.state, base_dir)
-        admin_token(settings.admin, env)
+        Operators.of(settings.admin, env)
         metrics = Metrics(settings, versions=_versions())
         telemetry = setup(settings, metrics, env=env)
         runtime = Runtime(

@@ -37,6 +37,8 @@ class Admin(Section):
     host: str = "127.0.0.1"
     port: int = Field(8081, ge=0, le=65535)
     token_env: str | None = "FOREBAY_ADMIN_TOKEN"  # noqa: S105 - the variable's name
+    operators: dict[str, str] = Field(default_factory=dict)
+    """People with a token of their own: name, as the audit log has it, → the variable that holds the token."""
     tls: Tls | None = None
     """null: HTTP without encryption."""
 

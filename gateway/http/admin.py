@@ -9,9 +9,8 @@ Rules
 
 from __future__ import annotations
 
-import hmac
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -28,9 +27,9 @@ from gateway.http.console.app import console_app
 from gateway.http.identity import IdentityApi
 from gateway.http.locality import host_name, is_loopback
 from gateway.http.middleware import error_response, exception_handlers, guard
+from gateway.http.operators import Operators
 from gateway.http.policies import PoliciesApi
 from gateway.http.trail import identify
-from gateway.settings import Admin
 from gateway.timed import unwrap
 from policies.spi import QuotaView
 
@@ -44,8 +43,17 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def admin_app(gateway: Gateway) -> ASGIApp:
     """The ASGI application of the admin listener."""
+    app = Starlette(routes=admin_routes(gateway), exception_handlers=exception_handlers())
+    app.router.redirect_slashes = False
+    operators = Operators.of(gateway.settings.admin, gateway.env)
+    routed = _Console(console_app(gateway, operators), _Gate(app, operators))
+    return guard(routed, max_body_bytes=MAX_BODY_BYTES)
+
+
+def admin_routes(gateway: Gateway) -> list[Route]:
+    """All but the console's."""
     api, policies, identity = _Api(gateway), PoliciesApi(gateway), IdentityApi(gateway)
-    routes = [
+    return [
         Route("/healthz", api.health, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),
         Route("/admin/tenants", api.tenants, methods=["GET"]),
@@ -57,22 +65,6 @@ def admin_app(gateway: Gateway) -> ASGIApp:
         Route("/admin/overview", api.overview, methods=["GET"]),
         *identity.routes(),
     ]
-    app = Starlette(routes=routes, exception_handlers=exception_handlers())
-    app.router.redirect_slashes = False
-    token = admin_token(gateway.settings.admin, gateway.env)
-    routed = _Console(console_app(gateway, token), _Gate(app, token))
-    return guard(routed, max_body_bytes=MAX_BODY_BYTES)
-
-
-def admin_token(admin: Admin, env: Mapping[str, str]) -> str:
-    """The token, empty when there is none. Raises ValueError where the listener would then be open to the network."""
-    token = env.get(admin.token_env, "") if admin.token_env else ""
-    if not token and not is_loopback(admin.host):
-        raise ValueError(
-            f"admin.host: {admin.host!r} can be reached from elsewhere; set the variable "
-            f"{admin.token_env or 'that admin.token_env names'} to a token, or listen on 127.0.0.1"
-        )
-    return token
 
 
 class _Console:
@@ -91,25 +83,26 @@ class _Console:
 class _Gate:
     """Lets in who holds the token; without a token, only this machine, and no browser."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, operators: Operators) -> None:
         self._app = app
-        self._token = token.encode()
+        self._operators = operators
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             request = Request(scope)
-            refusal = self._with_token(request) if self._token else self._local(request)
+            refusal = self._with_token(request) if self._operators else self._local(request)
             if refusal is not None:
                 await error_response(refusal)(scope, receive, send)
                 return
-            identify(scope, "admin" if self._token else "local")
         await self._app(scope, receive, send)
 
     def _with_token(self, request: Request) -> ApiError | None:
         if request.scope["path"] == "/healthz":  # what is routed by; ``request.url`` is made with the caller's Host
             return None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._token):
+        name = self._operators.name_of(given) if scheme.lower() == "bearer" else None
+        if name is not None:
+            identify(request.scope, name)
             return None
         return ApiError(
             401, "Send the admin token as 'Authorization: Bearer …'.", type="authentication_error", code="invalid_token"

@@ -26,6 +26,7 @@ from starlette.responses import Response
 
 from gateway.errors import ApiError, forbidden, throttled
 from gateway.http.locality import host_name, is_loopback
+from gateway.http.operators import Operators
 
 COOKIE = "forebay_console"
 SESSION_S = 12 * 3600.0
@@ -65,28 +66,28 @@ class Visitor:
 class Access:
     """Decides about each request. One per console."""
 
-    def __init__(self, token: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """``token``: the admin token, empty for none."""
-        self._token = token.encode()
+    def __init__(self, operators: Operators, clock: Callable[[], float] = time.monotonic) -> None:
+        """``operators``: who may sign in; none: whoever is on this machine, without signing in."""
+        self._operators = operators
         self._key = secrets.token_bytes(32)
         self._clock = clock
-        self._sessions: OrderedDict[str, float] = OrderedDict()  # id → end, oldest first
+        self._sessions: OrderedDict[str, tuple[float, str]] = OrderedDict()  # id → end and name, oldest first
         self._failures: OrderedDict[str, list[float]] = OrderedDict()
 
     @property
     def wants_token(self) -> bool:
         """Whether a person has to sign in."""
-        return bool(self._token)
+        return bool(self._operators)
 
     def admit(self, request: Request) -> Visitor:
         """Look at everything but the form. Raises ApiError 403 for what comes from another place."""
-        if not self._token:
+        if not self._operators:
             self._local(request)
         self._same_origin(request)
         given = request.cookies.get(COOKIE, "")
         known = 16 <= len(given) <= 128 and given.isascii()
         visitor_id = given if known else secrets.token_urlsafe(32)
-        return Visitor(visitor_id, not self._token or self.has_session(visitor_id), new=not known)
+        return Visitor(visitor_id, not self._operators or self.has_session(visitor_id), new=not known)
 
     def csrf(self, visitor: Visitor) -> str:
         """The token for this browser's forms."""
@@ -104,14 +105,15 @@ class Access:
         if len(failures) >= MAX_FAILURES:
             wait = failures[0] + FAILURE_WINDOW_S - now
             raise throttled("Too many wrong tokens. Wait a minute.", "too_many_failures", wait)
-        if not self._token or not hmac.compare_digest(given.strip().encode(), self._token):
+        name = self._operators.name_of(given)
+        if name is None:
             self._failures[host] = [*failures, now]
             self._failures.move_to_end(host)
             if len(self._failures) > _MAX_HOSTS:
                 self._failures.popitem(last=False)
             raise ApiError(401, "That is not the admin token.", type="authentication_error", code="invalid_token")
         session = secrets.token_urlsafe(32)
-        self._sessions[session] = now + SESSION_S
+        self._sessions[session] = (now + SESSION_S, name)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return session
@@ -122,11 +124,15 @@ class Access:
 
     def has_session(self, session: str) -> bool:
         """Whether a session lasts."""
-        end = self._sessions.get(session)
-        if end is not None and end <= self._clock():
-            del self._sessions[session]
-            return False
-        return end is not None
+        end, _ = self._sessions.get(session, (0.0, ""))
+        if end > self._clock():
+            return True
+        self._sessions.pop(session, None)
+        return False
+
+    def name_of(self, visitor: Visitor) -> str:
+        """Who a signed-in visitor is."""
+        return self._sessions[visitor.id][1] if self._operators else "local"
 
     def remember(self, response: Response, visitor_id: str, request: Request) -> None:
         """Set the cookie."""

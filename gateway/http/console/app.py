@@ -25,6 +25,7 @@ from gateway.http.console.access import HEADERS, Access, Visitor
 from gateway.http.console.actions import Actions, Result
 from gateway.http.console.pages import PAGES, Page
 from gateway.http.console.render import Renderer
+from gateway.http.operators import Operators
 from gateway.http.trail import actor, identify
 from gateway.state.audit import Event
 
@@ -40,15 +41,15 @@ _AUDITED = ("tenant", "worker", "job", "kind", "use", "seconds")
 """Fields that go into the audit log: none that may hold a secret."""
 
 
-def console_app(gateway: Gateway, token: str) -> ASGIApp:
-    """The application. ``token``: the admin token, empty for none."""
-    return _Console(gateway, token)
+def console_app(gateway: Gateway, operators: Operators) -> ASGIApp:
+    """The application. ``operators``: who may sign in; none: whoever is on this machine."""
+    return _Console(gateway, operators)
 
 
 class _Console:
-    def __init__(self, gateway: Gateway, token: str) -> None:
+    def __init__(self, gateway: Gateway, operators: Operators) -> None:
         self._gateway = gateway
-        self._access = Access(token)
+        self._access = Access(operators)
         self._data = ConsoleData(gateway)
         self._actions = Actions(gateway, self._data)
         self._renderer = Renderer()
@@ -187,7 +188,7 @@ class _Console:
         self._access.check_csrf(visitor, fields.get("csrf", ""))
         result = await self._actions.run(name, fields)
         if name not in ("check", "reload"):  # a check changes nothing; a reload is noted where it is done
-            identify(request.scope, "admin" if self._access.wants_token else "local")
+            identify(request.scope, self._access.name_of(visitor))
             said = {key: fields[key] for key in _AUDITED if key in fields}
             event = Event(actor(request, "console"), f"console.{name}", name, after={"ok": result.ok, **said})
             await self._gateway.parts.registrar.record(event)

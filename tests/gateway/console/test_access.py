@@ -9,6 +9,7 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.http.console.access import COOKIE, MAX_FAILURES, MAX_SESSIONS, SESSION_S, Access
+from gateway.http.operators import Operators
 from tests.gateway.conftest import Start
 from tests.gateway.console.browser import PAGES, text, visitor
 from tests.gateway.harness import Site, until
@@ -208,7 +209,7 @@ async def test_a_form_that_is_none(shared: Site) -> None:
 
 async def test_sessions_end_and_are_bounded() -> None:
     now = [0.0]
-    access = Access(TOKEN, clock=lambda: now[0])
+    access = Access(Operators({"admin": TOKEN}), clock=lambda: now[0])
     first = access.sign_in(f" {TOKEN}\n", "h")
     assert access.has_session(first)
     now[0] = SESSION_S
@@ -220,7 +221,7 @@ async def test_sessions_end_and_are_bounded() -> None:
 
 async def test_failures_count_per_host_and_fade() -> None:
     now = [0.0]
-    access = Access(TOKEN, clock=lambda: now[0])
+    access = Access(Operators({"admin": TOKEN}), clock=lambda: now[0])
     for _ in range(MAX_FAILURES):
         with pytest.raises(ApiError, match="not the admin token"):
             access.sign_in("guess", "bad host")
@@ -233,7 +234,7 @@ async def test_failures_count_per_host_and_fade() -> None:
 
 async def test_an_empty_token_never_signs_in() -> None:
     with pytest.raises(ApiError):
-        Access("").sign_in("", "h")
+        Access(Operators({})).sign_in("", "h")
 
 
 async def test_streams_are_bounded_and_given_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

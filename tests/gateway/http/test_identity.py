@@ -12,9 +12,11 @@ import httpx
 import pytest
 import yaml
 
+from gateway.compose import BuildError
 from gateway.state import audit
 from tests.gateway.conftest import Start
 from tests.gateway.harness import AUTH, BASE, MODEL, Site, merged, running, token, until
+from workers.testing import Echo
 
 CHAIN = {"use": "chain", "with": {"policies": [AUTH, {"use": "api_key"}]}}
 KEPT: dict[str, Any] = {"state": {"path": "state"}, "policies": {"auth": CHAIN}}
@@ -305,3 +307,44 @@ async def test_swaps_and_purges_are_in_the_log_without_secrets(start: Start) -> 
         assert {entry["actor"]["name"] for entry in entries} == {"admin"}
         assert "7" * 64 not in text
         assert token("alpha") not in text
+
+
+async def test_operators_have_tokens_and_names_of_their_own(start: Start) -> None:
+    """The audit log says who it was, over the API and on the console."""
+    admin = {"operators": {"ann": "ANN_TOKEN"}}
+    env = {"FOREBAY_ADMIN_TOKEN": "a secret", "ANN_TOKEN": "another"}
+    async with start({**KEPT, "admin": admin}, env=env, ready=False) as site:
+        for secret in ("a secret", "another"):
+            headers = {"authorization": f"Bearer {secret}"}
+            assert (await site.admin.post("/admin/keys", json={"tenant": "alpha"}, headers=headers)).status_code == 201
+        refused = await site.admin.get("/admin/keys", headers={"authorization": "Bearer ANN_TOKEN"})
+        assert refused.status_code == 401
+        entries = (await site.admin.get("/admin/audit", headers=headers)).json()["entries"]
+        assert [entry["actor"]["name"] for entry in entries] == ["ann", "admin"]
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [({}, r"admin\.operators\.ann: the variable ANN_TOKEN is not set"), ({"ANN_TOKEN": "a secret"}, "the same token")],
+    ids=["missing", "shared"],
+)
+async def test_an_operator_without_a_token_of_its_own_stops_the_start(
+    start: Start, env: dict[str, str], words: str
+) -> None:
+    changes = {"admin": {"operators": {"ann": "ANN_TOKEN"}}}
+    with pytest.raises(BuildError, match=words):
+        async with start(changes, env={"FOREBAY_ADMIN_TOKEN": "a secret", **env}):
+            raise AssertionError("unreachable")
+
+
+async def test_a_token_that_expires_during_a_stream_ends_with_the_next_request(start: Start) -> None:
+    """security 33: the stream is finished, as documented; the next request gets 401."""
+    strict = {**AUTH, "with": {**AUTH["with"], "leeway_s": 0}}
+    async with start({"policies": {"auth": strict}}, echo=Echo(step_s=0.02)) as site:
+        headers = {"authorization": f"Bearer {token('alpha', exp=time.time() + 1.0)}"}
+        body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 90, "stream": True}
+        async with site.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            assert response.status_code == 200
+            lines = [line async for line in response.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        assert (await site.http.get("/v1/models", headers=headers)).status_code == 401

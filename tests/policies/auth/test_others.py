@@ -86,6 +86,20 @@ async def test_keys_from_a_file(tmp_path: Path) -> None:
     assert (await auth.authenticate(AuthRequest({"x-api-key": KEY}))).tenant == "search"
 
 
+async def test_a_listed_key_ends_when_the_file_says(tmp_path: Path) -> None:
+    for end, passes in (("2001-01-01T00:00:00Z", False), ("2999-01-01T00:00:00+02:00", True)):
+        auth = build("api_key", {"keys": [{**ENTRY, "expires": end}]})
+        if passes:
+            assert (await auth.authenticate(AuthRequest({"x-api-key": KEY}))).expires_at > 0
+        else:
+            with pytest.raises(AuthError, match="ended"):
+                await auth.authenticate(AuthRequest({"x-api-key": KEY}))
+    assert (
+        "timezone"
+        in mistakes("api_key", {"keys": [{**ENTRY, "expires": "2999-01-01T00:00:00"}]})["with.keys.0.expires"]
+    )
+
+
 @pytest.mark.parametrize(
     ("with_", "path", "message"),
     [
