@@ -38,7 +38,7 @@ from gateway.retention import sweep_outdated
 from gateway.runtime import Runtime
 from gateway.settings import PolicyUse, Settings
 from gateway.state.audit import Actor, Event
-from gateway.state.overlay import combined
+from gateway.state.overlay import Combiner
 from gateway.state.registrar import Registrar
 from gateway.telemetry import Telemetry
 from gateway.tenants import Tenants
@@ -103,6 +103,7 @@ class Gateway:
         self._config_path = config_path
         self._tasks: list[asyncio.Task[None]] = []
         self._reloading = asyncio.Lock()
+        self._combiner = Combiner()
         self._started = False
         self._draining = False
 
@@ -148,7 +149,7 @@ class Gateway:
 
     def renew_tenants(self) -> None:
         """Put the file's tenants and those of the admin API in force, for requests that arrive from now on."""
-        settings, problems = combined(self.settings, self.parts.registrar.tenants)
+        settings, problems = self._combiner.combined(self.settings, self.parts.registrar.tenants)
         for problem in problems:
             _log.error("stored_tenant_left_out", why=problem)
         self.parts.tenants.reload(settings)

@@ -22,20 +22,37 @@ Raw = Mapping[str, Any]
 Path = tuple[str, ...]
 
 
-def combined(settings: Settings, stored: Mapping[str, Raw]) -> tuple[Settings, list[str]]:
-    """``settings`` with the stored tenants in it, and what is wrong with those that were left out."""
-    problems: list[str] = []
-    tenants: list[Tenant] = []
-    named = {tenant.id: tenant for tenant in settings.tenants}
-    for name in [*named, *sorted(set(stored) - set(named))]:
-        if name not in stored:
-            tenants.append(named[name])
-            continue
-        try:
-            tenants.append(effective(name, named.get(name), stored[name], settings))
-        except ApiError as error:
-            problems.append(f"tenant {name}: {error.message}")
-    return settings.model_copy(update={"tenants": tuple(tenants)}), problems
+class Combiner:
+    """Makes the list, and makes again only what has changed: with thousands of tenants one change stays a small one."""
+
+    def __init__(self) -> None:
+        self._settings: Settings | None = None
+        self._made: dict[str, tuple[Raw, Tenant | str]] = {}
+        """By name: what was stored, and the tenant or what is wrong with it."""
+
+    def combined(self, settings: Settings, stored: Mapping[str, Raw]) -> tuple[Settings, list[str]]:
+        """``settings`` with the stored tenants in it, and what is wrong with those that were left out."""
+        named = {tenant.id: tenant for tenant in settings.tenants}
+        known = self._made if settings is self._settings else {}
+        self._settings, self._made = settings, {}
+        for name in [*named, *sorted(set(stored) - set(named))]:
+            raw = stored.get(name)
+            if raw is None:
+                self._made[name] = ({}, named[name])
+            elif name in known and known[name][0] == raw:
+                self._made[name] = known[name]
+            else:
+                self._made[name] = (raw, _tried(name, named.get(name), raw, settings))
+        tenants = [made for _, made in self._made.values() if isinstance(made, Tenant)]
+        problems = [made for _, made in self._made.values() if isinstance(made, str)]
+        return settings.model_copy(update={"tenants": tuple(tenants)}), problems
+
+
+def _tried(name: str, named: Tenant | None, raw: Raw, settings: Settings) -> Tenant | str:
+    try:
+        return effective(name, named, raw, settings)
+    except ApiError as error:
+        return f"tenant {name}: {error.message}"
 
 
 def effective(name: str, named: Tenant | None, stored: Raw, settings: Settings) -> Tenant:

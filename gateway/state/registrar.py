@@ -215,7 +215,12 @@ class Registrar:
             await self._refresh(always=True)
             await self._run(self._flush)
 
-        await asyncio.shield(asyncio.create_task(work(), name="state change"))
+        task = asyncio.create_task(work(), name="state change")
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait({task})  # the next change must find this one done
+            raise
 
     async def _refresh(self, *, always: bool = False) -> None:
         store = self._store

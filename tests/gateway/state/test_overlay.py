@@ -8,7 +8,7 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.settings import Settings
-from gateway.state.overlay import combined, effective, fixed, leaves, patched
+from gateway.state.overlay import Combiner, effective, fixed, leaves, patched
 
 FILE = {
     "policies": {"auth": {"use": "none", "with": {"tenant": "x"}}},
@@ -55,7 +55,7 @@ def test_the_file_wins_over_what_is_stored_and_new_tenants_come_after_it() -> No
         "new": {"weight": 2},
         "assist": {},
     }
-    settings, problems = combined(SETTINGS, stored)
+    settings, problems = Combiner().combined(SETTINGS, stored)
     assert problems == []
     assert [tenant.id for tenant in settings.tenants] == ["search", "assist", "new"]
     search = settings.tenants[0]
@@ -66,7 +66,7 @@ def test_the_file_wins_over_what_is_stored_and_new_tenants_come_after_it() -> No
 
 def test_a_stored_tenant_that_fits_no_more_is_left_out_and_named() -> None:
     stored = {"new": {"class": "gone"}, "odd": {"wieght": 1}, "other": {"organisation": "gone"}}
-    settings, problems = combined(SETTINGS, stored)
+    settings, problems = Combiner().combined(SETTINGS, stored)
     assert [tenant.id for tenant in settings.tenants] == ["search"]
     assert [problem.split(":")[0] for problem in problems] == ["tenant new", "tenant odd", "tenant other"]
     assert "known: batch, interactive" in problems[0]
@@ -109,3 +109,14 @@ def test_a_merge_patch_merges_sections_and_null_removes() -> None:
     assert patched({"weight": 2}, {"weight": {"x": 1}}) == {"weight": {"x": 1}}
     assert old["limits"] == {"concurrent": 1, "requests_per_minute": 5}
     assert patched({}, {"limits": None}) == {}
+
+
+def test_only_what_has_changed_is_made_again() -> None:
+    combiner = Combiner()
+    first, _ = combiner.combined(SETTINGS, {"a": {"weight": 2}, "b": {"weight": 3}})
+    second, _ = combiner.combined(SETTINGS, {"a": {"weight": 2}, "b": {"weight": 4}})
+    assert first.tenants[1] is second.tenants[1]
+    assert [tenant.weight for tenant in second.tenants] == [4, 2, 4]
+    third, _ = combiner.combined(SETTINGS.model_copy(), {"a": {"weight": 2}})
+    assert third.tenants[1] is not first.tenants[1]
+    assert [tenant.id for tenant in third.tenants] == ["search", "a"]
