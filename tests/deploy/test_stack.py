@@ -102,6 +102,7 @@ async def test_a_live_gateway_and_its_worker_expose_every_metric_that_is_asked_f
         [worker] = (await site.admin.get("/admin/workers")).json()["workers"]
         async with httpx.AsyncClient() as client:
             pages.append((await client.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics")).text)
+    assert 'forebay_evictions_total{reason="over_share"} 0.0' in pages[1], "the pool's own counts"
     families = {line.split(" ")[2] for page in pages for line in page.splitlines() if line.startswith("# TYPE ")}
     asked = {name for query in queries().values() for name, _ in selectors(query)} - {"up"}
     parts = {f"{family}_{part}" for family in families for part in ("bucket", "sum", "count")}
@@ -194,8 +195,10 @@ def test_the_compose_file_mounts_what_exists_and_wires_ports_that_are_served() -
             exists = (DEPLOY / source).exists() if source.startswith(".") else source in compose["volumes"]
             assert exists, f"{name}: {source}"
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), f"{name} is open to the network"
-    assert (DEPLOY / services["gateway"]["build"]["context"]).resolve() == ROOT
-    assert (ROOT / services["gateway"]["build"]["dockerfile"]).exists()
+    for name in ("gateway", "worker"):
+        assert (DEPLOY / services[name]["build"]["context"]).resolve() == ROOT
+        assert (ROOT / services[name]["build"]["dockerfile"]).exists()
+    assert services["gateway"]["image"] == services["worker"]["image"]
     secrets = set(re.findall(r"\$\{(\w+):\?", (DEPLOY / "compose.yaml").read_text()))
     assert secrets == {line.split("=")[0] for line in (DEPLOY / ".env.example").read_text().splitlines() if "=" in line}
 

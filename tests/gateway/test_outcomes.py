@@ -254,6 +254,25 @@ async def test_refused_at_the_door(traced: Traced, status: int, names: list[str]
     assert "stranger" not in repr(spans)
 
 
+async def test_what_is_sampled_and_what_is_kept_all_the_same(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing by ratio but beta's; of the rest what failed or took long, whole, with the worker's spans."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with OtlpReceiver() as collector:
+        changes = {
+            "telemetry": {"otlp_endpoint": collector.endpoint, "sample_ratio": 0.0, "slow_s": 0.4},
+            "tenants": [{"id": "alpha"}, {"id": "beta", "sample_ratio": 1.0}],
+        }
+        async with start(changes, echo=Echo(step_s=0.005)) as site:
+            for tenant, tokens in (("alpha", 4), ("beta", 4), ("alpha", 120)):
+                assert (await site.complete(tenant, max_tokens=tokens)).status_code == 200
+            assert (await site.complete("alpha", max_tokens=-1)).status_code == 400
+    trees = [check_tree(spans, clock_slack_ns=SLACK_NS) for spans in collector.traces().values()]
+    found = sorted(
+        (tree.root.attributes["forebay.tenant"], tree.named("decode").attributes["forebay.tokens"]) for tree in trees
+    )
+    assert found == [("alpha", 120), ("beta", 4)]
+
+
 async def test_it_ran_out_of_time(start: Start) -> None:
     with OtlpReceiver() as collector:
         changes = {"telemetry": {"otlp_endpoint": collector.endpoint}, "timeouts": {"total_s": 0.5}}

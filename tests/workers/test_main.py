@@ -173,6 +173,17 @@ async def test_a_model_that_is_not_there_is_named(start: Callable[..., Any]) -> 
     assert "no-such-model" in (await worker.wait()).last_words
 
 
+def test_a_log_level_that_is_none_is_told_on_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREBAY_LOG_LEVEL", "loud")
+    assert main(["--source", "nowhere", "--listen", "unix:/nonexistent/w.sock"]) == 2
+    error = capsys.readouterr().err
+    assert "FOREBAY_LOG_LEVEL" in error
+    assert "'loud'" in error
+    assert "debug, info, warning or error" in error
+
+
 def test_wrong_options_are_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--listen", "127.0.0.1:0"]) == 2
     assert "--source is missing" in capsys.readouterr().err
