@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from workers.model.attention import AttentionShape, choose
+from workers.model.attention import AttentionShape, choose, paged_triton
+
+LEAST_SHARED = 99 * 1024
+"""Bytes of shared memory that a program may use on the smallest of the GPUs since Ampere."""
+POINTERS = ("queries", "output", "keys", "values")
+INTEGERS = ("tables", "starts", "counts", "contexts", "tile_sequence", "tile_row")
 
 
 def test_the_kernel_in_the_interpreter() -> None:
@@ -28,6 +36,31 @@ def test_the_kernel_in_the_interpreter() -> None:
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
     assert int(passed[1]) >= 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "dim", "group", "arch"),
+    [("bf16", 16, 64, 3, 90), ("bf16", 64, 128, 8, 80), ("bf16", 32, 256, 2, 80), ("fp32", 16, 80, 1, 80)],
+)
+def test_it_compiles_for_gpus(
+    kind: str, rows: int, dim: int, group: int, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To machine code, as a worker's start would: that needs no GPU. Its tiles fit the smallest ones' memory."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"GROUP": group, "DIM": dim, "DIM_PADDED": triton.next_power_of_2(dim), "BLOCK": 16, "ROWS": rows}
+    constants |= {"WALK": paged_triton.KEYS, "WIDE": False}
+    signature = {
+        **dict.fromkeys(POINTERS, f"*{kind}"),
+        **dict.fromkeys(INTEGERS, "*i64"),
+        "table_width": "i32",
+        "scale": "fp32",
+        **dict.fromkeys(("query_stride", "output_stride", "slot_stride"), "i32"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    source = ASTSource(fn=paged_triton._attend, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    assert len(made.asm["cubin"]) > 10_000
+    assert made.metadata.shared <= LEAST_SHARED
 
 
 def test_without_a_gpu_or_the_interpreter_it_is_refused() -> None:

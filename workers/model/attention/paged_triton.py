@@ -34,6 +34,7 @@ KEYS = 32
 LEAST_ROWS = 16
 """Rows of a decode's tile: the least that a matrix unit takes."""
 PROMPT_ROWS = 64
+"""Rows of a prompt's tile; half of it for head sizes beyond 128, whose tiles would not fit the smaller GPUs' memory."""
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """In the interpreter products are computed in fp32: it knows no bfloat16 ones."""
 
@@ -142,7 +143,7 @@ class TritonAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
         self._few = max(LEAST_ROWS, triton.next_power_of_2(shape.group))
-        self._many = max(PROMPT_ROWS, self._few)
+        self._many = max(PROMPT_ROWS if shape.head_dim <= 128 else PROMPT_ROWS // 2, self._few)
 
     @classmethod
     def unsupported(cls, shape: AttentionShape, device: torch.device) -> str | None:
