@@ -68,7 +68,7 @@ def show(
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
     for line in lines[-limit:]:
-        print(json.dumps(json.loads(line)))
+        print(line if line.isprintable() else json.dumps(line))  # whatever is in it, it must not steer a terminal
 
 
 def _path(file: Path | None, config: str | None) -> Path:

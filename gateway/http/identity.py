@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AwareDatetime, ConfigDict, Field, model_validator
 from starlette.requests import Request
@@ -35,16 +35,20 @@ NO_STORE = {"cache-control": "no-store"}
 MAX_EVENTS = 1000
 
 
+Label = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+"""Shown in terminals and pages: no control characters."""
+
+
 class _Body(StrictScalars):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class _NewKey(_Body):
     tenant: str = Field(min_length=1, max_length=128)
-    user: str | None = Field(None, min_length=1, max_length=256)
-    groups: tuple[str, ...] = Field((), max_length=256)
-    roles: tuple[str, ...] = Field((), max_length=256)
-    name: str | None = Field(None, max_length=256)
+    user: Label | None = None
+    groups: tuple[Label, ...] = Field((), max_length=256)
+    roles: tuple[Label, ...] = Field((), max_length=256)
+    name: Label | None = None
     expires_at: AwareDatetime | None = None
     expires_in_s: float | None = Field(None, gt=0, le=100 * 366 * 86_400)
 

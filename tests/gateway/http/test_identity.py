@@ -233,7 +233,11 @@ async def test_what_is_wrong_is_named_and_changes_nothing(start: Start) -> None:
             assert (await site.admin.post(path, content=content)).status_code == 400
         content = json.dumps({"requires": {"region": "\ud83d"}}).encode()
         assert (await site.admin.patch("/admin/tenants/alpha", content=content)).status_code == 400
-        key = await made(site, user="'; DROP TABLE keys; --", name='"\u0000')
+        for field in ("user", "name", "roles"):  # nothing that would steer the terminal of `forebay keys list`
+            value = "a\x1b[2Jb" if field != "roles" else ["\x00"]
+            refused = await site.admin.post("/admin/keys", json={"tenant": "alpha", field: value})
+            assert (refused.status_code, refused.json()["error"]["param"].split(".")[0]) == (400, field)
+        key = await made(site, user="'; DROP TABLE keys; --", name='"')
         assert (await ask(site, key["secret"])).status_code == 200
         entries = (await site.admin.get("/admin/audit")).json()["entries"]
         assert [entry["action"] for entry in entries] == ["key.create"]
