@@ -106,6 +106,7 @@ def build(
                 stored_keys=keys.find if state is not None else None,
                 models=frozenset(model.name for model in settings.models),
                 server_secret=secret,
+                state_dir=str(state) if state is not None else None,
             ),
             settings.policies,
             timer=metrics.policy_timer,

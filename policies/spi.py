@@ -6,13 +6,14 @@ cache_scope are synchronous and pure; auth and quota are async and may do I/O, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import pluggy
 from pydantic import ConfigDict
 
+from policies.quota_spi import Durable, Json, QueueAware, QuotaAccounts, QuotaPolicy, QuotaView, UsageReports
 from policies.strict import StrictScalars
 from policies.types import (
     AdmissionDecision,
@@ -22,17 +23,11 @@ from policies.types import (
     Job,
     JobEvent,
     JobId,
-    LimitState,
-    LimitStatus,
     Pick,
     Principal,
     QueueSnapshot,
-    QuotaAccount,
-    QuotaDecision,
     RequeueReason,
     RouteDecision,
-    TenantId,
-    Usage,
     WorkerView,
 )
 
@@ -41,7 +36,7 @@ ENTRY_POINT_GROUP = "forebay.plugins"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
-Json = dict[str, Any]
+T = TypeVar("T")
 Kind = Literal["auth", "quota", "cache_scope", "scheduling", "routing", "admission"]
 KINDS: tuple[Kind, ...] = ("auth", "quota", "cache_scope", "scheduling", "routing", "admission")
 
@@ -81,6 +76,31 @@ class NoConfig(PolicyConfig):
     """For a policy without settings."""
 
 
+class Shared:
+    """Things that must exist once in a process (an open file with its thread), lent to the policies that need them.
+
+    At a swap the new instance starts before the old one ends: both then have the same thing. On the event loop only.
+    """
+
+    def __init__(self) -> None:
+        self._lent: dict[Hashable, tuple[Any, int]] = {}
+
+    def take(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is lent under ``key``, made where nobody has it."""
+        thing, users = self._lent.get(key, (None, 0))
+        if not users:
+            thing = make()
+        self._lent[key] = (thing, users + 1)
+        return cast("T", thing)
+
+    def give_back(self, key: Hashable) -> bool:
+        """It is no longer needed here; True for the last one, who closes it."""
+        thing, users = self._lent.pop(key)
+        if users > 1:
+            self._lent[key] = (thing, users - 1)
+        return users == 1
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
     """What a factory gets beside its config. Nothing else of the gateway is reachable from a policy."""
@@ -105,6 +125,10 @@ class PolicyContext:
     """Names of the configured models, for settings that name one; empty: not known here."""
     server_secret: bytes = b""
     """Key of the cache scopes' HMAC."""
+    state_dir: str | None = None
+    """Folder for what must outlive the process; None: there is none."""
+    shared: Shared = field(default_factory=Shared)
+    """What instances of a policy have in common while one takes over from the other."""
 
 
 @runtime_checkable
@@ -113,70 +137,6 @@ class AuthPolicy(Protocol):
 
     async def authenticate(self, request: AuthRequest) -> Principal:
         """Return the verified caller. Raises AuthError (401) or PolicyUnavailableError (503)."""
-        ...
-
-
-@runtime_checkable
-class QuotaPolicy(Protocol):
-    """One reservation serves quota and scheduler: taken before the queue, settled once in a shielded ``finally``."""
-
-    async def reserve(self, job: Job, now: float) -> QuotaDecision:
-        """Take request, token and concurrency units for ``job`` in one step, all or nothing. Idempotent per job id."""
-        ...
-
-    async def settle(self, job_id: JobId, usage: Usage, now: float) -> Mapping[str, Any]:
-        """Replace the reservation by what really ran and free its slot. Unknown or settled ids are no-ops.
-
-        Returns figures for the span: at least ``refunded`` (tokens given back; negative when more ran than reserved).
-        """
-        ...
-
-    def dump(self) -> Json:
-        """State that must survive a swap: buckets and open reservations."""
-        ...
-
-    def load(self, state: Json) -> None:
-        """Take over another instance's ``dump()``; unknown keys are ignored."""
-        ...
-
-
-@runtime_checkable
-class QuotaView(Protocol):
-    """Optional for a quota policy: figures without a reservation, for headers and admin views."""
-
-    def remaining(self, tenant: TenantId, now: float) -> Mapping[str, LimitState]:
-        """As ``QuotaDecision.remaining``; empty when nothing is kept of it. No I/O."""
-        ...
-
-
-@runtime_checkable
-class Durable(Protocol):
-    """Optional for a quota policy that keeps what is settled on a disk or elsewhere."""
-
-    def writable(self) -> bool:
-        """Whether that works now; false is an alert (``forebay_ledger_writable``). No I/O: what the last write said."""
-        ...
-
-
-@runtime_checkable
-class QuotaAccounts(Protocol):
-    """Optional for a quota policy with limits at several levels. Sync, no I/O."""
-
-    def tightest(self, accounts: tuple[QuotaAccount, ...], now: float) -> Mapping[str, LimitState]:
-        """As ``QuotaDecision.remaining``, without a reservation."""
-        ...
-
-    def status(self, accounts: tuple[QuotaAccount, ...], now: float) -> list[LimitStatus]:
-        """Every limit of these accounts, with what is left."""
-        ...
-
-
-@runtime_checkable
-class QueueAware(Protocol):
-    """Optional for a quota policy that limits how many jobs wait."""
-
-    def started(self, job_id: JobId) -> None:
-        """The job left the queue for a worker. At once, no I/O; may come again after a worker was lost."""
         ...
 
 
@@ -373,6 +333,8 @@ __all__ = [
     "QuotaView",
     "RoutingPolicy",
     "SchedulingPolicy",
+    "Shared",
+    "UsageReports",
     "hookimpl",
     "hookspec",
 ]

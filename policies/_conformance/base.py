@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any, ClassVar
 
 from policies.registry import protocol_problem
-from policies.spi import Kind
+from policies.spi import Kind, Lifecycle
 from policies.types import Job, JobId, TenantId
 
 
@@ -35,6 +35,17 @@ class Conformance:
         assert protocol_problem(self.kind, self.make()) is None, protocol_problem(self.kind, self.make())
 
 
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run one async story to its end."""
-    return asyncio.run(coroutine)
+def run(coroutine: Coroutine[Any, Any, Any], *policies: Any) -> Any:
+    """Run one async story to its end, with these policies started before and closed after it."""
+
+    async def story() -> Any:
+        living = [policy for policy in policies if isinstance(policy, Lifecycle)]
+        for policy in living:
+            await policy.start()
+        try:
+            return await coroutine
+        finally:
+            for policy in living:
+                await policy.close()
+
+    return asyncio.run(story())

@@ -36,7 +36,8 @@ class QuotaConformance(Conformance):
             assert (await policy.settle(JobId("x"), Charge(10, 0, 5), 2.0))["refunded"] == 0
             assert (await policy.settle(JobId("unknown"), Charge(1, 0, 1), 2.0))["refunded"] == 0
 
-        run(story(self.make()))
+        policy = self.make()
+        run(story(policy), policy)
 
     def test_reserving_twice_takes_once(self) -> None:
         async def story(policy: Any) -> None:
@@ -46,7 +47,8 @@ class QuotaConformance(Conformance):
             await policy.settle(JobId("x"), Charge(10, 0, 10), 0.0)
             assert (await policy.reserve(make_job("y", limits=limits), 0.0)).admitted
 
-        run(story(self.make()))
+        policy = self.make()
+        run(story(policy), policy)
 
     def test_each_limit_refuses_takes_nothing_and_names_a_wait_that_works(self) -> None:
         async def story(policy: Any, name: str, limits: Limits) -> None:
@@ -68,7 +70,8 @@ class QuotaConformance(Conformance):
 
         for name, value in (("requests_per_minute", 4), ("tokens_per_minute", 80), ("concurrent", 4)):
             if name in self.enforces:
-                run(story(self.make(), name, Limits(**{name: value})))
+                policy = self.make()
+                run(story(policy, name, Limits(**{name: value})), policy)
 
     def test_state_survives_a_swap(self) -> None:
         async def story(old: Any, new: Any) -> None:
@@ -81,7 +84,8 @@ class QuotaConformance(Conformance):
             assert (await new.reserve(make_job("z", limits=limits), 0.0)).admitted
             new.load({"a key of the future": 1})
 
-        run(story(self.make(), self.make()))
+        old, new = self.make(), self.make()
+        run(story(old, new), old, new)
 
 
 class AuthConformance(Conformance):

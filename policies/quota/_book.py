@@ -234,6 +234,24 @@ class Book:
         """Put an account in, as it was when the books were last closed."""
         self._accounts[account.key] = account
 
+    def open(self) -> list[Reservation]:
+        """Everything that is not settled."""
+        return list(self._open.values())
+
+    def absorb(self, state: Json) -> None:
+        """Take over another book's ``dump()``; accounts that it does not know stay, spending is the larger one.
+
+        Raises ValueError when it does not have its shape; nothing has changed then.
+        """
+        own = dict(self._accounts)
+        self.load(state)
+        for key, account in own.items():
+            newer = self._accounts.get(key)
+            if newer is None:
+                self._accounts[key] = account
+            elif newer.month == account.month:
+                newer.spent = {unit: max(amount, account.spent[unit]) for unit, amount in newer.spent.items()}
+
     def dump(self) -> Json:
         """Accounts and open reservations as JSON values."""
         return {

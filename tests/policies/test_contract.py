@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jwt
@@ -63,11 +66,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "name", "check"), CASES)
-def test_policy_keeps_its_contract(kind: Any, name: str, check: str) -> None:
+def test_policy_keeps_its_contract(kind: Any, name: str, check: str, tmp_path: Path) -> None:
     key = f"{kind}.{name}"
 
     def make() -> Any:
-        return REGISTRY.build(kind, name, CONFIGS.get(key, {}), CONTEXT)
+        context = replace(CONTEXT, state_dir=tempfile.mkdtemp(dir=tmp_path))
+        return REGISTRY.build(kind, name, CONFIGS.get(key, {}), context)
 
     getattr(testing.suite(kind, make, **PROMISES.get(key, {}))(), check)()
 
