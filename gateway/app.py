@@ -26,6 +26,7 @@ from gateway.http.openapi import document
 from gateway.http.responses import ResponsesFormat, parse_responses
 from gateway.http.schemas import parse_chat, parse_completion
 from gateway.http.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
+from gateway.http.usage import UsageApi
 from gateway.service import Gateway
 from gateway.tenants import EffectiveTenant
 from gateway.version import version
@@ -53,6 +54,7 @@ def public_app(gateway: Gateway) -> ASGIApp:
         Route("/v1/models", _for_tenant(gateway, _models(gateway)), methods=["GET"]),
         Route("/v1/models/{model:path}", _for_tenant(gateway, _model(gateway)), methods=["GET"]),
         Route("/openapi.json", _described(), methods=["GET"]),
+        Route("/v1/usage", UsageApi(gateway).own, methods=["GET"]),
         Route("/healthz", _health, methods=["GET"]),
         Route("/readyz", _readiness(gateway), methods=["GET"]),
     ]

@@ -20,6 +20,7 @@ import pluggy
 
 from gateway.config_file import SOURCELESS
 from gateway.delivery import Delivery
+from gateway.device_time import DeviceBook
 from gateway.dispatch import Dispatcher
 from gateway.entrance import Entrance
 from gateway.epochs import FILE as EPOCHS
@@ -53,6 +54,7 @@ from gateway.state.records import KeyDirectory
 from gateway.state.registrar import Registrar
 from gateway.telemetry import Telemetry, setup
 from gateway.tenants import Tenants
+from gateway.timed import unwrap
 from gateway.tls import Certificates
 from gateway.version import version
 from gateway.worker_slot import SlotOptions
@@ -113,6 +115,7 @@ def build(
             retire_after_s=settings.timeouts.total_s + _RETIRE_GRACE_S,
         )
         monitor = LiveMonitor(metrics, manager)
+        devices = monitor.devices = DeviceBook(lambda: unwrap(runtime.current.quota))
         tenants = Tenants(settings, Epochs(state and state / EPOCHS))
         public_prefixes = PublicPrefixes(state and state / PUBLIC_PREFIXES)
         labelled = [with_labels(model, registry) for model in settings.models]
@@ -187,6 +190,7 @@ def build(
         metrics=metrics,
         telemetry=telemetry,
         recent=recent,
+        devices=devices,
         history=History(metrics, tenants, dispatchers, recent),
         registrar=registrar,
         certificates=certificates,

@@ -21,7 +21,7 @@ from gateway.retry import MAX_REFUSALS, MAX_RETRIES, MAX_STRIKES, QuarantinedErr
 from gateway.settings import FallbackReason
 from gateway.ticket import CancelledByCaller, Ticket, TicketState
 from gateway.worker_handle import WorkerHandle, WorkerLoss
-from policies.types import RequeueReason, Transition
+from policies.types import DeviceTime, RequeueReason, Transition
 from workers.protocol import SequenceOutput, StepOutputs
 
 _log = log.get("dispatch")
@@ -61,6 +61,8 @@ class Landing:
     def outputs(self, handle: WorkerHandle, outputs: StepOutputs) -> None:
         """News of one or several steps of one worker."""
         now = self._desk.clock()
+        if outputs.stats.device_ns:
+            self._desk.monitor.device(self._desk.model.name, handle.name, outputs.stats.device_ns)
         for output in outputs.outputs:
             flight = self._desk.flights.get(output.id)
             if flight is None or flight.handle is not handle or output.index not in flight.open:
@@ -109,6 +111,8 @@ class Landing:
             flight.ended(output.index)
             if output.timings is not None:
                 ticket.preemptions += output.timings.preemptions
+            if output.device_ns is not None:
+                self._paid(ticket, output, output.device_ns)
         if not flight.open:
             self._desk.flights.remove(flight)
         if ticket.done:
@@ -138,6 +142,14 @@ class Landing:
             self._absolve(flight)
             self._desk.stop(flight)
             self._desk.end(ticket, None, now)
+
+    def _paid(self, ticket: Ticket, output: SequenceOutput, device_ns: tuple[int, int, int]) -> None:
+        """Its worker told what it took; of an attempt that failed all of it was for nothing."""
+        computed, again, failed = device_ns
+        spent = DeviceTime(computed, again, failed)
+        if output.finish == "error" or (output.finish == "cancelled" and not ticket.cancelled and not ticket.done):
+            spent = DeviceTime(retry_ns=spent.total_ns)
+        self._desk.monitor.ran_for(ticket.job, spent)
 
     def _produced(self, flight: Flight, index: int, tokens: int, now: float) -> None:
         ticket = flight.ticket

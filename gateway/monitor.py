@@ -10,15 +10,16 @@ Rules
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pluggy
 
 from gateway import log
+from gateway.device_time import DeviceBook
 from gateway.metrics import Metrics
 from gateway.trace_attributes import quota_verdict
 from policies.manager import notify
-from policies.types import Charge, Job, JobEvent, QuotaDecision, RouteDecision, Transition, Usage
+from policies.types import Charge, DeviceTime, Job, JobEvent, QuotaDecision, RouteDecision, Transition, Usage
 
 _log = log.get("observers")
 
@@ -54,6 +55,12 @@ class Monitor:
     def stale(self, worker: str) -> None:
         """A job was gated without the worker's own figures, because these are too old."""
 
+    def ran_for(self, job: Job, spent: DeviceTime) -> None:
+        """A worker told what a job took of its device."""
+
+    def device(self, model: str, worker: str, kinds: Mapping[str, int]) -> None:
+        """A worker told where its device's time went so far, in nanoseconds by kind."""
+
     def fault(self, where: str) -> None:
         """An isolated part (a policy, an observer, a settlement) failed; the request path went on."""
 
@@ -75,6 +82,8 @@ class LiveMonitor(Monitor):
         self._aside: dict[str, float] = {}
         """Observers that overran, and until when they hear nothing."""
         self._observed = bool(manager.hook.forebay_job_event.get_hookimpls())
+        self.devices: DeviceBook | None = None
+        """Keeps device time. Set once, after what it asks is made."""
         self._gaps: dict[tuple[str, str], Callable[[float], None]] = {}
 
     def event(
@@ -128,6 +137,16 @@ class LiveMonitor(Monitor):
     def stale(self, worker: str) -> None:
         """Count the dispatch."""
         self._metrics.stale_dispatch(worker)
+
+    def ran_for(self, job: Job, spent: DeviceTime) -> None:
+        """Keep it for the ledger."""
+        if self.devices is not None:
+            self.devices.ran_for(job.id, spent)
+
+    def device(self, model: str, worker: str, kinds: Mapping[str, int]) -> None:
+        """Keep it for the ledger."""
+        if self.devices is not None:
+            self.devices.worker(model, worker, kinds)
 
     def fault(self, where: str) -> None:
         """Count the failure."""

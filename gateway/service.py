@@ -21,6 +21,7 @@ from typing import Any
 
 from gateway import log
 from gateway.config_file import load
+from gateway.device_time import DeviceBook
 from gateway.dispatch import Dispatcher
 from gateway.gatekeeper import Gatekeeper
 from gateway.history import History
@@ -75,6 +76,7 @@ class Parts:
     metrics: Metrics
     telemetry: Telemetry
     recent: RecentRequests
+    devices: DeviceBook
     history: History
     registrar: Registrar
     certificates: Certificates
@@ -139,6 +141,7 @@ class Gateway:
         await self.parts.runtime.start()
         self._spawn("loop lag", self.parts.metrics.watch_loop())
         self._spawn("history", self.parts.history.run())
+        self._spawn("device time", self.parts.devices.run())
         self._spawn("certificates", self.parts.certificates.watch())
         self._spawn("retention", sweep_outdated(self.parts.tenants, self.parts.purger))
         for model in self.parts.models:
@@ -220,6 +223,8 @@ class Gateway:
         self._tasks = []
         await asyncio.gather(*(pool.stop() for pool in self.parts.pools))
         await self.parts.pipeline.wait_settled()
+        if self._started:
+            await self.parts.devices.flush()
         await self.parts.runtime.close()
         await self.parts.registrar.stop()
         await self.parts.intake.close()

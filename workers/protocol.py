@@ -191,6 +191,9 @@ class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """With ``finish="error"``: a code of ``ERRORS``."""
     logprobs: list[TokenLogprob] = []
     timings: Timings | None = None
+    device_ns: tuple[int, int, int] | None = None
+    """With an end: nanoseconds of the device that the request took since the last time this was said: computing,
+    computing again after preemptions, in steps that failed."""
     searched: int | None = None
     """Of a beam search, at index 0: output tokens of all beams so far (cumulative), which are what ran; 0 at the
     others. None: ``output_tokens`` ran."""
@@ -236,6 +239,8 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     step_ms: float = 0.0
     max_running: int = 0
     """Sequences that may run at once by now; 0: as Hello said."""
+    device_ns: dict[str, int] = {}
+    """Where the device's time went since the worker began, by kind; now and then, empty in between."""
     cached_by_tenant: dict[str, int] = {}
     """Cached blocks by ``Generate.tenant_key``, of the 32 that have most; some steps old."""
 

@@ -18,6 +18,7 @@ from gateway.cli import (
     simulate,
     token,
     top,
+    usage,
     worker,
 )
 
@@ -44,3 +45,4 @@ simulate.register(app)
 requests.register(app)
 keys.register(app)
 audit.register(app)
+usage.register(app)

@@ -30,6 +30,7 @@ from gateway.http.middleware import error_response, exception_handlers, guard
 from gateway.http.operators import Operators
 from gateway.http.policies import PoliciesApi
 from gateway.http.trail import identify
+from gateway.http.usage import UsageApi
 from gateway.timed import unwrap
 from policies.spi import QuotaView
 
@@ -62,6 +63,7 @@ def admin_routes(gateway: Gateway) -> list[Route]:
         Route("/admin/policies", policies.change, methods=["POST"]),
         Route("/admin/queue", api.queue, methods=["GET"]),
         Route("/admin/workers", api.workers, methods=["GET"]),
+        Route("/admin/usage", UsageApi(gateway).all, methods=["GET"]),
         Route("/admin/overview", api.overview, methods=["GET"]),
         *identity.routes(),
     ]

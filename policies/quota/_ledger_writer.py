@@ -76,7 +76,7 @@ class Writer:
             batch, stopping = self._next()
             if batch or self._kept:
                 self._write(batch)
-            elif not stopping:
+            if not stopping and not self._kept and time.monotonic() >= self._forget_at:
                 self._keep_house()
 
     def _next(self) -> tuple[list[Item], bool]:
@@ -130,9 +130,11 @@ class Writer:
                 loop.call_soon_threadsafe(_resolve, results)
 
     def _keep_house(self) -> None:
+        """A part of the old rows at a time, so that nobody waits long; soon again while there are more."""
+        more = False
         with contextlib.suppress(sqlite3.Error):
-            while self._items.empty() and self._file.forget(self._wall()):
-                pass
+            more = self._file.forget(self._wall())
+        self._forget_at = time.monotonic() + (1.0 if more else FORGET_EVERY_S)
 
 
 def _rows(items: list[Item]) -> list[str]:

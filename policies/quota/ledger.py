@@ -59,7 +59,7 @@ class LedgerConfig(PolicyConfig):
     max_bytes: int | None = Field(None, ge=MIN_BYTES)
     """Largest size of the file; beyond it new work gets 503, as on a full disk."""
     keep_days: int = Field(400, ge=1)
-    """After so long rows of single requests are deleted; sums per day stay."""
+    """After so long rows of single requests are deleted; sums per day stay. The last three change at a restart."""
 
 
 class OpenLedger:

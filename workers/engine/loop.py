@@ -21,16 +21,19 @@ import time
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 
+from msgspec.structs import replace as with_fields
+
 from workers.config import EngineConfig
 from workers.engine.compiling import Compiling, Pending, Ready
 from workers.engine.constraint import Grammars
+from workers.engine.device_time import DeviceTime
 from workers.engine.outputs import last_output
 from workers.engine.plan import Runner, SequenceFault, StepPlan, StepResult
 from workers.engine.planner import Planner
 from workers.engine.purge import PurgeTicket
 from workers.engine.record import SequenceRecord, StepRecord
 from workers.engine.sequence import Sequence
-from workers.protocol import Cancel, Drain, Generate, Purge, Purged, SequenceOutput, StepOutputs
+from workers.protocol import Cancel, Drain, Generate, Purge, Purged, SequenceOutput, StepOutputs, WorkerStats
 
 IDLE_REPORT_S = 1.0
 MAX_FAILURES = 3
@@ -107,6 +110,7 @@ class Engine:
         self._purges: list[tuple[str, PurgeTicket]] = []
         self._failures = 0
         self._step_ms = 0.0
+        self._device = DeviceTime()
         self._draining = False
         self._drained = False
         self._stopping = False
@@ -141,6 +145,7 @@ class Engine:
         self._thread = None
 
     def _run(self) -> None:
+        self._device.begin(self._clock())
         try:
             while not self._stopping:
                 if not self.step() and not self._stopping:
@@ -154,9 +159,12 @@ class Engine:
 
     def _sleep(self) -> None:
         try:
-            self._handle(self._mail.get(timeout=IDLE_REPORT_S))
+            message = self._mail.get(timeout=IDLE_REPORT_S)
+            self._device.idle(self._clock())
+            self._handle(message)
         except Empty:
-            self._on_outputs(StepOutputs(0, [], self.planner.stats()))
+            self._device.idle(self._clock())
+            self._on_outputs(StepOutputs(0, [], self._stats(0.0)))
 
     def step(self) -> bool:
         """Read the mailbox, run one step, report it. False when there was nothing to compute.
@@ -166,6 +174,7 @@ class Engine:
         self._read_mail()
         planner = self.planner
         started = self._clock()
+        self._device.begin(started)
         plan = planner.plan(started)
         if plan is None:
             self._report(planner.step + 1)
@@ -178,10 +187,12 @@ class Engine:
                 self._runner.zero_blocks(plan.zero)
                 result = StepResult([])
             after = self._clock()
+            self._device.step(plan, after)
             outputs = planner.commit(plan, result, after)
         except Exception as error:
             outputs = self._failed(plan, error)
             after = self._clock()
+            self._device.failed(plan, after)
         else:
             self._failures = 0
             if self._grammars is not None:
@@ -247,14 +258,18 @@ class Engine:
                 self._on_record(record)
         if self._news or step == planner.step:
             planner.step = step
-            news, self._news = self._news, []
-            self._on_outputs(StepOutputs(step, news, planner.stats(self._step_ms)))
+            news, self._news = [self._device.told(output) for output in self._news], []
+            self._on_outputs(StepOutputs(step, news, self._stats(self._step_ms)))
         if self._purges and not planner.pool.dirty:
             self._complete_purges()
         if self._draining and not self._drained and not len(planner) and not len(self._compiling):
             self._drained = True
             if self._on_drained is not None:
                 self._on_drained()
+
+    def _stats(self, step_ms: float) -> WorkerStats:
+        stats, kinds = self.planner.stats(step_ms), self._device.due()
+        return with_fields(stats, device_ns=kinds) if kinds else stats
 
     def _read_mail(self) -> None:
         mail = self._mail

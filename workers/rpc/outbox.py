@@ -45,6 +45,7 @@ class _Merged:
     error: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     timings: Timings | None = None
+    device_ns: tuple[int, int, int] | None = None
     searched: int | None = None
     text_logprobs: list[TextLogprob] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -62,6 +63,7 @@ class _Merged:
         self.finish = output.finish or self.finish
         self.error = output.error or self.error
         self.timings = output.timings or self.timings
+        self.device_ns = output.device_ns or self.device_ns
         if output.searched is not None:
             self.searched = max(self.searched or 0, output.searched)
         self.prompt_tokens = output.prompt_tokens or self.prompt_tokens
@@ -80,6 +82,7 @@ class _Merged:
             error=self.error,
             logprobs=self.logprobs,
             timings=self.timings,
+            device_ns=self.device_ns,
             searched=self.searched,
             text_logprobs=self.text_logprobs,
             prompt_tokens=self.prompt_tokens,
