@@ -53,6 +53,10 @@ class PolicyUnavailableError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class PolicyStartError(ValueError):
+    """A policy cannot start as things are (a file in use, a folder that is not there). The message is for the operator."""
+
+
 class PolicyConfigError(ValueError):
     """A configuration is refused. A factory raises it with ``path`` relative to the policy's ``with:`` block.
 
@@ -326,6 +330,7 @@ __all__ = [
     "PolicyConfigError",
     "PolicyContext",
     "PolicySpec",
+    "PolicyStartError",
     "PolicyUnavailableError",
     "QueueAware",
     "QuotaAccounts",

@@ -117,6 +117,7 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
     from gateway.cli.listener import Listener, url_of
     from gateway.cli.model import progress_bar
     from gateway.compose import build
+    from policies.spi import PolicyStartError
 
     loaded = start.loaded
     try:
@@ -140,8 +141,11 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
         if start.ready_file is not None:
             start.ready_file.unlink(missing_ok=True)
 
-    with progress_bar() as gateway.progress:
-        return await run(gateway, listeners, up, forced)
+    try:
+        with progress_bar() as gateway.progress:
+            return await run(gateway, listeners, up, forced)
+    except PolicyStartError as error:
+        raise UserError(f"{loaded.path}: policies: {error}") from None
 
 
 def _write_ready(path: Path, base_url: str, admin_url: str) -> None:

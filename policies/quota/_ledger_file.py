@@ -25,6 +25,7 @@ from policies.quota import _ledger_schema as schema
 from policies.quota._account import Account
 from policies.quota._bucket import Bucket
 from policies.quota.limits import RATES, month_of, month_start
+from policies.spi import PolicyStartError
 
 BALLAST_BYTES = 1 << 20
 _PAGES_UNBOUNDED = (1 << 32) - 2
@@ -35,7 +36,7 @@ _OLD_ROWS = 2000
 """Deleted at once, so that the thread is soon back."""
 
 
-class LedgerError(ValueError):
+class LedgerError(PolicyStartError):
     """The ledger cannot be used; the text names the file and the remedy."""
 
 
