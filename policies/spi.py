@@ -54,7 +54,7 @@ class PolicyUnavailableError(Exception):
 
 
 class PolicyStartError(ValueError):
-    """A policy cannot start as things are (a file in use, a folder that is not there). The message is for the operator."""
+    """A policy cannot start as things are (a file in use, a folder that is not there); the message is for operators."""
 
 
 class PolicyConfigError(ValueError):
