@@ -108,11 +108,15 @@ class Call:
         try:
             async with asyncio.timeout(self._config.connect_s + self._config.first_token_s) as limit:
                 self._sent_ns = time.time_ns()
-                async with self._connections.post(PATHS[ask.endpoint], body, self._trace()) as response:
+
+                def connected() -> None:
+                    limit.reschedule(self._soon(self._config.first_token_s))
+
+                path = PATHS[ask.endpoint]
+                async with self._connections.post(path, body, self._trace(), connected) as response:
                     if response.status != 200:
                         raise await _refusal(response)
                     self._accepted = True
-                    limit.reschedule(self._soon(self._config.first_token_s))
                     if ask.endpoint == "embeddings":
                         await self._whole(response)
                     else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ READ_SIZE = 2**16
 
 @dataclass(slots=True)
 class _Mark:
+    connected: Callable[[], None]
     reused: bool = False
 
 
@@ -44,21 +45,24 @@ class Connections:
         self._fresh = self._session(keep=False)
 
     @contextlib.asynccontextmanager
-    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def post(
+        self, path: str, body: bytes, headers: Mapping[str, str], connected: Callable[[], None]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request; yields the answer once its headers are there. Leaving closes what was not read to its end.
 
+        ``connected`` is called when the connection stands, also for a second one.
         Raises aiohttp.ClientError, TimeoutError (only for the connection's own limit).
         """
         url = self._config.url + path
         given = {"content-type": "application/json", "accept": "text/event-stream, application/json", **headers}
         options: dict[str, Any] = {"data": body, "headers": given, "allow_redirects": False}
-        mark, began = _Mark(), asyncio.get_running_loop().time()
+        mark, began = _Mark(connected), asyncio.get_running_loop().time()
         try:
             response = await self._pooled.post(url, trace_request_ctx=mark, **options)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
             if not mark.reused or asyncio.get_running_loop().time() - began > STALE_S:
                 raise
-            response = await self._fresh.post(url, **options)
+            response = await self._fresh.post(url, trace_request_ctx=_Mark(connected), **options)
         try:
             yield response
         finally:
@@ -83,6 +87,7 @@ class Connections:
         limits: dict[str, Any] = {"keepalive_timeout": self._config.keepalive_s} if keep else {"force_close": True}
         trace = aiohttp.TraceConfig()
         trace.on_connection_reuseconn.append(_reused)
+        trace.on_connection_create_end.append(_created)
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=self._tls, **limits),
             timeout=aiohttp.ClientTimeout(total=None, connect=self._config.connect_s),
@@ -100,3 +105,10 @@ async def _reused(_: aiohttp.ClientSession, context: Any, __: Any) -> None:
     mark = context.trace_request_ctx
     if mark is not None:
         mark.reused = True
+        mark.connected()
+
+
+async def _created(_: aiohttp.ClientSession, context: Any, __: Any) -> None:
+    mark = context.trace_request_ctx
+    if mark is not None:
+        mark.connected()

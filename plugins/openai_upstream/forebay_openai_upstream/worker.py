@@ -5,7 +5,8 @@ Rules
 - There are no blocks and no steps. The figures say "room for all", so that ``max_running`` alone gates; a beat a second
   counts as a step, since a slow server is watched request by request (``first_token_s``, ``between_chunks_s``).
 - Ready when the server answers; asked again and again until then. Later failures are for the gateway's breaker.
-- Purges cannot be passed on. The answer says so; with ``cache_salt`` a new epoch makes what is there unreachable.
+- Purges cannot be passed on. The answer says so where anything of what is purged was sent there; with ``cache_salt`` a
+  new epoch makes it unreachable.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ BEAT_S = 1.0
 FIRST_PROBE_S = 0.25
 MAX_PROBE_S = 5.0
 BLOCK_SIZE = 16
+PUBLIC = b"public"
+"""Stands for all public prefixes among what was sent."""
+REMEMBERED = 200_000
+"""Scopes and labels of requests that went there; with more, anything may have gone there."""
 
 Log = Callable[..., None]
 
@@ -55,6 +60,7 @@ class Upstream:
         self._config = config
         self._log = log
         self._calls: dict[str, tuple[Call, asyncio.Task[None]]] = {}
+        self._sent: set[bytes] = set()
         self._step = 0
         self._draining = False
         self._background: list[asyncio.Task[Any]] = []
@@ -81,7 +87,7 @@ class Upstream:
         elif isinstance(message, Cancel):
             self._cancel(message)
         elif isinstance(message, Purge):
-            self._server.purged(Purged(message.id, 0, unreachable=True))
+            self._server.purged(Purged(message.id, 0, unreachable=self._has(message)))
         elif isinstance(message, Drain):
             self._draining = True
             self._end_drained()
@@ -91,10 +97,22 @@ class Upstream:
             ends = [SequenceOutput(message.id, i, finish="error", error="draining") for i in range(message.n)]
             self._publish(ends)
             return
+        self._remember(message)
         call = Call(message, self._config, self._connections, self._publish, self._model)
         task = asyncio.create_task(self._run(message.id, call))
         self._calls[message.id] = call, task
         task.add_done_callback(lambda _: self._ended(message.id, call))
+
+    def _remember(self, message: Generate) -> None:
+        if len(self._sent) < REMEMBERED:
+            self._sent.update((message.scope, *message.labels))
+            if message.public_prefix_tokens:
+                self._sent.add(PUBLIC)
+
+    def _has(self, message: Purge) -> bool:
+        """Whether the server may hold something of what is purged."""
+        named = {*message.scopes, *message.labels, *([PUBLIC] if message.keys else ())}
+        return len(self._sent) >= REMEMBERED or not named.isdisjoint(self._sent)
 
     async def _run(self, request_id: str, call: Call) -> None:
         failure = await call.run()

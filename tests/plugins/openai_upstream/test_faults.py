@@ -120,12 +120,12 @@ async def test_stale_connections_cost_no_request_c15(front: Front) -> None:
 
     async with scripted(script, idle_s=0.05) as server, front(server.url, keepalive_s=5) as site:
         statuses = []
-        for number in range(60):
+        for number in range(30):
             answer = await site.complete(stream=True)
             statuses.append((answer.status_code, "[DONE]" in answer.text))
             await asyncio.sleep(0.046 + (number % 8) / 1000)
         assert set(statuses) == {(200, True)}
-        assert server.connections > 10
+        assert server.connections > 5
 
 
 async def test_a_request_that_dies_on_a_reused_connection_is_sent_again_on_a_fresh_one_c15(front: Front) -> None:
@@ -223,52 +223,57 @@ async def test_a_connection_that_does_not_come_about_is_given_up_early(front: Fr
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_failed")
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "expected"),
-    [
-        (400, b'{"error": {"code": "context_length_exceeded"}}', (400, "context_length_exceeded")),
-        (400, b'{"error": {"message": "secret path /srv/x"}}', (400, "invalid_request")),
-        (422, b"not even JSON", (400, "invalid_request")),
-        (401, b"{}", (502, "upstream_failed")),
-        (404, b"{}", (502, "upstream_failed")),
-        (500, b"{}", (502, "upstream_failed")),
-        (302, b"{}", (502, "upstream_failed")),
-        (504, b"{}", (504, "upstream_timeout")),
-    ],
-)
-async def test_what_a_status_means(front: Front, status: int, body: bytes, expected: tuple[int, str]) -> None:
+STATUSES: list[tuple[int, bytes, tuple[int, str]]] = [
+    (400, b'{"error": {"code": "context_length_exceeded"}}', (400, "context_length_exceeded")),
+    (400, b'{"error": {"message": "secret path /srv/x"}}', (400, "invalid_request")),
+    (422, b"not even JSON", (400, "invalid_request")),
+    (401, b"{}", (502, "upstream_failed")),
+    (404, b"{}", (502, "upstream_failed")),
+    (500, b"{}", (502, "upstream_failed")),
+    (302, b"{}", (502, "upstream_failed")),
+    (504, b"{}", (504, "upstream_timeout")),
+]
+
+
+async def test_what_a_status_means(front: Front) -> None:
+    """security 57: and none of the server's words get through."""
+
     async def script(exchange: Exchange) -> None:
+        status, body, _ = STATUSES[exchange.body["prompt"][0]]
         await exchange.whole(body, status, location="http://127.0.0.1:9/elsewhere")
 
     async with scripted(script) as server, front(server.url) as site:
-        answer = await site.complete()
-        assert (answer.status_code, answer.json()["error"]["code"]) == expected
-        assert "/srv/x" not in answer.text
+        for number, (_, _, expected) in enumerate(STATUSES):
+            answer = await site.complete(prompt=[number])
+            site.dispatcher.workers[0].breaker.success()
+            assert (answer.status_code, answer.json()["error"]["code"]) == expected
+            assert "/srv/x" not in answer.text
         await site.at_rest()
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        "{",
-        "[1, 2]",
-        '{"choices": "none"}',
-        {"choices": [{"index": 7, "text": "x"}]},
-        {"choices": [{"index": -1, "text": "x"}]},
-        {"choices": [{"index": 0, "text": 5}]},
-        {"error": {"message": "the model at 10.0.0.7 broke"}},
-        {"choices": [{"index": 0, "text": "", "finish_reason": "eaten_by_a_grue"}]},
-        '{"choices": [{"index": 0, "text": "' + "\\ud800" + '"}]}',
-    ],
-)
-async def test_nonsense_is_a_failure_of_the_upstream(front: Front, said: Any) -> None:
+NONSENSE: list[Any] = [
+    "{",
+    "[1, 2]",
+    '{"choices": "none"}',
+    {"choices": [{"index": 7, "text": "x"}]},
+    {"choices": [{"index": -1, "text": "x"}]},
+    {"choices": [{"index": 0, "text": 5}]},
+    {"error": {"message": "the model at 10.0.0.7 broke"}},
+    {"choices": [{"index": 0, "text": "", "finish_reason": "eaten_by_a_grue"}]},
+    '{"choices": [{"index": 0, "text": "' + "\\ud800" + '"}]}',
+]
+
+
+async def test_nonsense_is_a_failure_of_the_upstream(front: Front) -> None:
     async def script(exchange: Exchange) -> None:
-        await exchange.whole(event(said) + event("[DONE]"))
+        await exchange.whole(event(NONSENSE[exchange.body["prompt"][0]]) + event("[DONE]"))
 
     async with scripted(script) as server, front(server.url) as site:
-        answer = await site.complete()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_failed")
-        assert "10.0.0.7" not in answer.text
+        for number in range(len(NONSENSE)):
+            answer = await site.complete(prompt=[number])
+            site.dispatcher.workers[0].breaker.success()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_failed")
+            assert "10.0.0.7" not in answer.text
         await site.at_rest()
 
 

@@ -182,6 +182,8 @@ async def test_the_cache_salt_is_the_callers_scope_and_nothing_it_chose(front: F
         await exchange.whole(stream("ok"))
 
     async with scripted(script) as server, front(server.url, cache_salt=True) as site:
+        before = await site.admin.delete("/admin/tenants/beta/cache?user=nobody")
+        assert (before.status_code, before.json()["widened"]) == (200, False), "nothing of it was ever sent there"
         for caller in ("alpha", "alpha", "beta"):
             await site.complete(caller, cache_salt="chosen-by-the-caller")
         receipt = await site.admin.delete("/admin/tenants/alpha/cache")

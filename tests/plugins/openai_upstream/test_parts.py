@@ -32,7 +32,7 @@ def registry() -> Registry:
 
 CONFIG = """
 policies: {auth: {use: none, with: {tenant: dev}}}
-tenants: [{id: dev}]
+tenants: [{id: dev, privacy: {allow_external: true}}]
 models:
   - name: far
     pools:
