@@ -155,6 +155,17 @@ class Prepared:
         """Length of the prompt."""
         return self.job.prompt_tokens
 
+    @property
+    def echo(self) -> str:
+        """What each answer begins with: the prompt, where that was asked for. Ids are told as their text."""
+        request = self.request
+        if not isinstance(request, CompletionRequest) or not request.echo:
+            return ""
+        if isinstance(request.prompt, str):
+            return request.prompt
+        decoder = self.tokenizer.decoder()
+        return "".join([*map(decoder.push, request.prompt), decoder.finish()])
+
     def choices(self) -> list[ChoiceStream]:
         """Fresh text streams for its choices: one set per attempt."""
         params = self.generate.params
@@ -241,7 +252,7 @@ class Intake:
             tokens=tokens,
             max_tokens=max_tokens,
             params=_params(request, tokenizer, model),
-            n=request.n,
+            n=request.n if request.drawn is None else request.drawn,
             beams=request.beams,
             scope=scope.key,
             labels=self._labels.of_request(principal, request.metadata),
@@ -340,9 +351,13 @@ def _check_ids(request: AnyRequest, vocab: int) -> None:
 
 
 def _params(request: AnyRequest, tokenizer: TextTokenizer, model: ServedModel) -> SamplingParams:
-    """As the worker takes them: banned words as tokens, as they begin a text and as they follow a space."""
+    """As the worker takes them: log probabilities where answers are ranked; banned words as tokens, as they begin a
+    text and as they follow a space."""
+    params = request.params
+    if request.drawn is not None and params.logprobs is None:
+        params = with_fields(params, logprobs=0)
     if not request.bad_words or model.directory is None:
-        return request.params
+        return params
     rows: dict[tuple[int, ...], None] = {}
     try:
         for word in request.bad_words:
@@ -351,7 +366,7 @@ def _params(request: AnyRequest, tokenizer: TextTokenizer, model: ServedModel) -
                     rows[tuple(tokens)] = None
     except EncodeError as error:
         raise bad_request(f"bad_words: {error}.", param="bad_words") from None
-    return with_fields(request.params, bad_words=tuple(rows))
+    return with_fields(params, bad_words=tuple(rows))
 
 
 def _check_min_tokens(request: AnyRequest, max_tokens: int) -> None:

@@ -359,7 +359,8 @@ class Pipeline:
             model=visit.model.name,
             created=visit.created,
             revision=visit.model.revision,
-            logprobs=prepared.generate.params.logprobs,
+            logprobs=prepared.request.params.logprobs,
+            echo=prepared.echo,
             include_usage=prepared.include_usage,
             request=prepared.request,
         )

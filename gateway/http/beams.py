@@ -40,7 +40,6 @@ FIELDS: Mapping[str, Field[Any]] = {
 """Every field that is read; the OpenAPI document is made of them."""
 
 _WITHOUT: Mapping[str, Unsupported] = {
-    "best_of": Unsupported("only beam search ranks answers (use_beam_search: true); use 'n' and choose yourself", (1,)),
     "length_penalty": Unsupported("it belongs to beam search (use_beam_search: true)", (1, 1.0)),
     "early_stopping": Unsupported("it belongs to beam search (use_beam_search: true)", (False,)),
 }

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from gateway.choices import Alternative, ChoiceDelta, ScoredToken
 from gateway.errors import ApiError
 from gateway.http import sse
+from gateway.http.ranking import best
 from gateway.http.schemas import ChatRequest, Request
 from gateway.toolcalls import CallPiece, CallReader, whole_calls
 from policies.types import Usage
@@ -91,10 +92,11 @@ class Format:
         logprobs: int | None = None,
         include_usage: bool = False,
         request: Request | None = None,
+        echo: str = "",
     ) -> None:
         """``logprobs``: number of alternatives asked for, None for no log probabilities at all.
 
-        ``request``: for formats that repeat some of it.
+        ``request``: for formats that repeat some of it. ``echo``: what each text begins with, in formats that have it.
         """
         self.id = f"{self.prefix}-{job_id}"
         self._base: Json = {
@@ -238,9 +240,26 @@ class CompletionFormat(Format):
     object = "text_completion"
     chunk_object = "text_completion"
 
+    def __init__(self, *, echo: str = "", **base: Any) -> None:
+        super().__init__(**base)
+        self._echo = echo
+        self._echoed: set[int] = set()
+        request = base.get("request")
+        self._best = request.n if isinstance(request, Request) and request.drawn is not None else None
+        """How many of the answers are given."""
+
+    def full(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        """The whole answer: of more than were asked for, the likeliest."""
+        return super().full(answers if self._best is None else best(answers, self._best), usage)
+
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
-        """Text, then the finish reason."""
+        """The prompt where it is repeated, text, then the finish reason."""
+        if delta.empty:
+            return []
         out = []
+        if self._echo and delta.index not in self._echoed:
+            self._echoed.add(delta.index)
+            out.append(self._chunk(delta.index, {"text": self._echo}, None, None))
         if delta.text or delta.scored:
             out.append(self._chunk(delta.index, {"text": delta.text}, None, self._scores(delta.scored)))
         if delta.finish in _REASONS:
@@ -250,7 +269,7 @@ class CompletionFormat(Format):
     def _choice(self, answer: Answer) -> Json:
         return {
             "index": answer.index,
-            "text": answer.text,
+            "text": self._echo + answer.text,
             "logprobs": self._scores(answer.scored),
             "finish_reason": self._reason(answer),
         }

@@ -22,6 +22,7 @@ from gateway.grammars import json_text, tool_text
 from gateway.http import beams, common, toolfields, unsupported
 from gateway.http.jsonfields import Field, between, checked, read, scrap, split
 from gateway.http.jsonfields import field as spec
+from gateway.http.ranking import best_of
 from gateway.http.structure import RESPONSE_FORMAT, JsonFormat, response_format
 from gateway.toolbox import Toolbox, ToolCall
 from workers.protocol import Beams, SamplingParams
@@ -76,6 +77,8 @@ class Request:
     n: int = 1
     beams: Beams | None = None
     """Beam search for the ``n`` best answers."""
+    drawn: int | None = None
+    """Answers to draw for the ``n`` best of them; None = ``n``."""
     stop: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
     stream: bool = False
@@ -97,14 +100,14 @@ class Request:
         used = {
             "json_schema": self.response_format is not None,
             "logprobs": self.params.logprobs is not None,
-            "n": self.n > 1,
+            "n": self.lines > 1,
         }
         return frozenset(name for name, is_used in used.items() if is_used)
 
     @property
     def lines(self) -> int:
         """Answers that are worked on at once: choices, or beams."""
-        return self.n if self.beams is None else self.beams.width
+        return (self.drawn or self.n) if self.beams is None else self.beams.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +138,8 @@ class CompletionRequest(Request):
     content_param: ClassVar[str] = "prompt"
     endpoint: ClassVar[EndpointName] = "completions"
     prompt: str | tuple[int, ...]
+    echo: bool = False
+    """Begin each answer with the prompt."""
 
 
 def parse_chat(raw: bytes) -> ChatRequest:
@@ -142,6 +147,8 @@ def parse_chat(raw: bytes) -> ChatRequest:
     fields = split(raw)
     common.refuse_unsupported(fields, unsupported.CHAT)
     shared = _shared(fields, {"logprobs": _chat_logprobs(fields)})
+    if shared["beams"] is None:
+        common.refuse_unsupported(fields, unsupported.UNRANKED)
     box = toolfields.toolbox(fields)
     if box is not None and box.shown:
         refuse_endless(shared["params"], "tools")
@@ -158,7 +165,16 @@ def parse_completion(raw: bytes) -> CompletionRequest:
     fields = split(raw)
     common.refuse_unsupported(fields, unsupported.COMPLETION)
     shared = _shared(fields, {"logprobs": read(fields, "logprobs", _COMPLETION_LOGPROBS, None)})
-    return CompletionRequest(prompt=_prompt(fields), **shared)
+    if shared["beams"] is None:
+        shared["drawn"] = best_of(fields, shared["n"], stream=shared["stream"])
+    echo = read(fields, "echo", _ECHO, False)
+    if echo and shared["params"].logprobs is not None:
+        raise bad_request(
+            "echo cannot be combined with logprobs: log probabilities are given for output tokens only.",
+            param="echo",
+            code="unsupported_parameter",
+        )
+    return CompletionRequest(prompt=_prompt(fields), echo=echo, **shared)
 
 
 # Chats and completions ------------------------------------------------------------------------------------------------
@@ -304,7 +320,14 @@ def _part(path: str, part: _Part, role: str) -> str:
 _PROMPT = spec(str | list[int | str | list[int]], doc="One text, or one list of token ids.")
 _COMPLETION_LOGPROBS: Field[int | None] = spec(int, between(0, 5))
 
-COMPLETION_FIELDS: Mapping[str, Field[Any]] = {"prompt": _PROMPT, **_SHARED, "logprobs": _COMPLETION_LOGPROBS}
+_ECHO = spec(bool, doc="Begin each answer with the prompt.")
+
+COMPLETION_FIELDS: Mapping[str, Field[Any]] = {
+    "prompt": _PROMPT,
+    **_SHARED,
+    "logprobs": _COMPLETION_LOGPROBS,
+    "echo": _ECHO,
+}
 
 _MANY = "prompt takes one prompt per request, got {}; send one request per prompt (they share the batch anyway)."
 

@@ -50,7 +50,6 @@ _BOTH: dict[str, Unsupported] = {
     "spaces_between_special_tokens": Unsupported("special tokens are never part of the text", (True, False)),
     "truncate_prompt_tokens": Unsupported("prompts are never cut silently; shorten it before sending"),
     "prompt_logprobs": Unsupported("log probabilities are given for output tokens only", (0, False)),
-    "echo": Unsupported("the prompt is not repeated in the answer", (False,)),
     "add_special_tokens": Unsupported(_PROMPT),
     "structured_outputs": Unsupported(_GUIDED, ({},)),
     "structural_tag": Unsupported(_GUIDED),
@@ -78,6 +77,7 @@ _BOTH: dict[str, Unsupported] = {
 
 CHAT: Mapping[str, Unsupported] = {
     **_BOTH,
+    "echo": Unsupported("a chat's answer is a message of its own", (False,)),
     "functions": Unsupported(_TOOLS, ([],)),
     "function_call": Unsupported(_TOOLS, ("none", "auto")),
     "modalities": Unsupported(_AUDIO, (["text"], [])),
@@ -98,6 +98,11 @@ CHAT: Mapping[str, Unsupported] = {
     "continue_final_message": Unsupported(_TEMPLATE, (False,)),
     "prompt": Unsupported("a chat takes 'messages'; send 'prompt' to /v1/completions"),
 }
+
+UNRANKED: Mapping[str, Unsupported] = {
+    "best_of": Unsupported("only beam search ranks a chat's answers (use_beam_search: true); use 'n'", (1,))
+}
+"""Of chats without beam search."""
 
 COMPLETION: Mapping[str, Unsupported] = {
     **_BOTH,
