@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.engine.constraint import Constraint
 from workers.engine.sequence import Sequence
+
+
+def allows(constraint: Constraint, token: int) -> bool:
+    """Whether a grammar allows ``token`` next; False where it failed. Waits for a mask that is being made."""
+    mask = constraint.allowed()
+    return mask is not None and token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 def forbid(logits: Tensor, samplers: list[Sequence]) -> list[int]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from workers.engine.sequence import Sequence
+from workers.model.masks import allows
 from workers.model.sampler import sample
 from workers.protocol import SamplingParams
 
@@ -85,3 +86,9 @@ def test_log_probabilities_are_the_models_own() -> None:
     assert got.tokens == [12]
     assert got.logprobs[0].logprob == pytest.approx(float(raw[12]))
     assert [token for token, _ in got.logprobs[0].top] == raw.topk(2).indices.tolist()
+
+
+def test_a_single_token_is_looked_up_like_the_mask() -> None:
+    constraint = Allows((0, 7, 8, 63, 99))
+    assert [token for token in range(300) if allows(constraint, token)] == [0, 7, 8, 63, 99]
+    assert not allows(Allows(None), 7)

@@ -6,6 +6,7 @@ import torch
 
 from workers.engine.plan import Sampled, StepPlan, StepResult
 from workers.engine.sequence import Sequence
+from workers.model.masks import allows
 from workers.model.native.decoder import NativeCache, NativeDecoder, Rows
 from workers.model.sampler import sample
 
@@ -25,7 +26,7 @@ class NativeRunner:
             return StepResult([])
         rows, samplers, own = layout(plan, self.cache.block_size)
         logits, best = self.decoder.forward(rows)
-        choosy = [place for place, one in enumerate(samplers) if best[own[place]] < 0 or not _greedy(one)]
+        choosy = [place for place, one in enumerate(samplers) if not _takes(one, best[own[place]])]
         if not choosy:
             return StepResult([Sampled([best[row]]) for row in own])
         if len(choosy) == len(samplers):
@@ -42,13 +43,22 @@ class NativeRunner:
             self.cache.zero(blocks)
 
 
+def _takes(sequence: Sequence, token: int) -> bool:
+    """Whether the kernel's choice is the answer: the sampler is only asked where it could say anything else.
+
+    The most likely token of all is the most likely that a grammar allows, if it allows it.
+    """
+    if token < 0 or not _greedy(sequence):
+        return False
+    return sequence.constraint is None or allows(sequence.constraint, token)
+
+
 def _greedy(sequence: Sequence) -> bool:
     """True when the most likely token is the answer, whatever else the sampler could do."""
     params = sequence.params
     return (
         params.temperature == 0
         and sequence.search is None
-        and sequence.constraint is None
         and params.logprobs is None
         and not params.logit_bias
         and params.presence_penalty == 0
