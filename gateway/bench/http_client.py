@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -52,8 +53,8 @@ class _Connection(asyncio.Protocol):
         self.reusable = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # No isinstance: uvloop has a transport class of its own.
+        self._transport = cast(asyncio.Transport, transport)
         self.reusable = True
 
     def start(self, request: bytes, exchange: Exchange) -> None:

@@ -36,6 +36,8 @@ SloE2e = Annotated[float | None, typer.Option("--slo-e2e-ms", min=0, help="Goodp
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
+    from gateway.cli import bench_gateway  # noqa: F401 - adds its command to the group
+
     app.add_typer(group, name="bench")
 
 
@@ -59,7 +61,7 @@ def engine(
 ) -> None:
     """Our engine in this process: equal requests in a closed loop."""
     counts = _counts(concurrency)
-    with _speaking():
+    with speaking():
         from gateway.bench.display import Display
         from gateway.bench.offline import engine_report
         from gateway.bench.render import plot_runs, runs_table
@@ -77,7 +79,7 @@ def engine(
                 slo=_slo(slo_ttft_ms, slo_tpot_ms, slo_e2e_ms),
                 with_floor=floor,
             )
-        _emit(report, [runs_table(f"engine, {input_tokens} in / {output_tokens} out", report.runs)], json)
+        emit(report, [runs_table(f"engine, {input_tokens} in / {output_tokens} out", report.runs)], json)
         if plots is not None:
             _named(plot_runs(plots, {"forebay": report.runs}))
 
@@ -98,7 +100,7 @@ def floor_(
 ) -> None:
     """What this machine could do at most: its measured rates, and the least time of a load."""
     counts = _counts(concurrency)
-    with _speaking():
+    with speaking():
         from gateway.bench.display import Display
         from gateway.bench.offline import floor_report
         from gateway.bench.render import Table
@@ -125,7 +127,7 @@ def floor_(
             least = run["floor"]
             cells = (least[key] for key in ("output_tokens_s", "prefill_s", "decode_s", "decode_step_ms"))
             table.add(run["concurrency"], *cells)
-        _emit(report, [rates, table], json)
+        emit(report, [rates, table], json)
 
 
 @group.command()
@@ -162,7 +164,7 @@ def serve(
     plots: Plots = None,
 ) -> None:
     """Any OpenAI-compatible server under load: closed loop, open loop, or a recorded log."""
-    with _speaking():
+    with speaking():
         from gateway.bench import online, traffic
         from gateway.bench.display import Display
         from gateway.bench.render import plot_runs, runs_table, tenants_table
@@ -192,7 +194,7 @@ def serve(
         with Display() as display:
             report = online.serve_report(server, plan, display)
         title = f"{report.versions['server']}, {report.versions['model']}"
-        _emit(report, [runs_table(title, report.runs, "load"), *tenants_table(report.runs)], json)
+        emit(report, [runs_table(title, report.runs, "load"), *tenants_table(report.runs)], json)
         if plots is not None:
             _named(plot_runs(plots, {"server": report.runs}))
 
@@ -211,7 +213,7 @@ def compare(
 ) -> None:
     """Two configurations or commands in alternation: ratios with their spread."""
     _counts(concurrency)
-    with _speaking():
+    with speaking():
         from gateway.bench import compare as comparing
         from gateway.bench.display import Display
 
@@ -221,7 +223,7 @@ def compare(
         sides = (comparing.side(a, options), comparing.side(b, options))
         with Display() as display:
             report = comparing.compare(sides, rounds, display, timeout_s=timeout_s)
-        _emit(report, [comparing.table(report)], json)
+        emit(report, [comparing.table(report)], json)
 
 
 @group.command()
@@ -247,7 +249,7 @@ def peers(
 ) -> None:
     """Other engines on this machine under the same loads as ours, in turn, and the ratios."""
     counts = _counts(concurrency)
-    with _speaking():
+    with speaking():
         from gateway.bench.display import Display
         from gateway.bench.peers import contest, known, scenarios
         from gateway.bench.peers.wire import Settings
@@ -263,7 +265,7 @@ def peers(
         with Display() as display:
             race.go(chosen, rounds, display)
         report = race.report(chosen, {"rounds": rounds, "settings": base.to_json()})
-        _emit(report, contest.tables(report, chosen), json)
+        emit(report, contest.tables(report, chosen), json)
         if plots is not None:
             _named(plot_runs(plots, contest.throughput_runs(report)))
 
@@ -281,7 +283,7 @@ def tables(
     json: Json = None,
 ) -> None:
     """The tables by which engines are usually compared, measured anew here."""
-    with _speaking():
+    with speaking():
         from gateway.bench.display import Display
         from gateway.bench.render import write_markdown
         from gateway.bench.tables import catalogue
@@ -291,13 +293,13 @@ def tables(
         target = _target(config, model, pool, settings)
         with Display() as display:
             report, made = catalogue.tables_report(target, display, chosen, QUICK if quick else Sizes(), seed)
-        _emit(report, made, json)
+        emit(report, made, json)
         if markdown is not None:
             write_markdown(markdown, made)
 
 
 @contextmanager
-def _speaking() -> Iterator[None]:
+def speaking() -> Iterator[None]:
     """What went wrong, as a message for the user."""
     from gateway.bench.report import BenchError
 
@@ -353,7 +355,7 @@ def _slo(ttft_ms: float | None, tpot_ms: float | None, e2e_ms: float | None) -> 
     return Slo(ttft_ms, tpot_ms, e2e_ms)
 
 
-def _emit(report: Report, tables: list[Table], json: Path | None) -> None:
+def emit(report: Report, tables: list[Table], json: Path | None) -> None:
     """Tables on stdout, the report into its file; with ``--json -`` the report alone goes to stdout."""
     from gateway.bench.render import show
 

@@ -1,0 +1,195 @@
+"""``bench gateway``: what the gateway itself costs, with everything on, in front of a worker that answers at once.
+
+Rules
+- The client runs here, gateway, stub and collector in processes of their own (``stage.py``). On two cores they share:
+  requests per second are what is left for the gateway beside its client and its worker.
+- Added time is the time through the gateway minus the median time of the same request straight to the stub.
+- A run that had errors says so; its figures are of what succeeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gateway.bench import metrics
+from gateway.bench.display import Display
+from gateway.bench.http_client import HttpClient, HttpError
+from gateway.bench.load import Timeline
+from gateway.bench.online import run_loop
+from gateway.bench.render import Table
+from gateway.bench.report import Report, machine, software
+from gateway.bench.serve import Attack, Server, figures
+from gateway.bench.stage import INPUT, MODEL, TENANTS, Stage, staged
+from gateway.bench.traffic import Prompts, Shot, Tenant, synthetic
+
+RATE = 100.0
+"""Requests per second at which the added time is measured."""
+LARGE_BYTES = 200_000
+PROBE_S = 0.02
+_VOCAB = 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured."""
+
+    seconds: float = 10.0
+    """Of each run with a rate, and of the probes."""
+    requests: int = 6000
+    """Of each closed loop."""
+    concurrency: int = 64
+    streams: int = 32
+    stream_tokens: int = 1024
+    open_streams: int = 2000
+
+
+QUICK = Sizes(seconds=2.0, requests=300, concurrency=16, streams=8, stream_tokens=64, open_streams=50)
+
+
+def gateway_report(source: str, sizes: Sizes, display: Display) -> Report:
+    """All runs. Raises BenchError."""
+    report = Report("gateway", {**software(), "machine": machine()}, {"rate": RATE, "source": source})
+    for ratio in (1.0, 0.1):
+        with staged(source, sample_ratio=ratio) as stage:
+            report.runs += run_loop(_fast(stage, sizes, ratio, display))
+    with staged(source, sample_ratio=0.1, step_s=0.5) as stage:
+        report.runs.append(run_loop(_open_streams(stage, sizes, display)))
+    with staged(source, sample_ratio=0.1) as stage:
+        report.runs += run_loop(_large(stage, sizes, display))
+    return report
+
+
+async def _fast(stage: Stage, sizes: Sizes, ratio: float, display: Display) -> list[dict[str, Any]]:
+    server, callers, client = _server(stage), _callers(stage), HttpClient(stage.url)
+    attack = Attack(server, callers, client)
+    name = f"sampling {ratio:g}"
+    runs = []
+    try:
+        await attack.closed_loop(_shots("warm", 200, callers, 1), 8, _silent)
+        with display.task(f"{name}: {RATE:g} requests/s") as tick:
+            shots = _shots(f"{name}/rate", round(RATE * sizes.seconds), callers, 1, RATE)
+            lines = await attack.open_loop(shots, tick)
+        run = {"name": f"{RATE:g} requests/s, {name}", **figures(lines, attack, None), "direct_p50_ms": stage.direct_ms}
+        for q in ("p50", "p99"):
+            whole = run[f"e2e_{q}_ms"]
+            run[f"added_{q}_ms"] = None if whole is None else round(whole - stage.direct_ms, 3)
+        runs.append(run)
+        with display.task(f"{name}: as many as go, {sizes.concurrency} under way") as tick:
+            shots = _shots(f"{name}/closed", sizes.requests, callers, 1)
+            lines = await Attack(server, callers, client).closed_loop(shots, sizes.concurrency, tick)
+        runs.append({"name": f"closed loop, {name}", **metrics.summarise(lines)})
+        with display.task(f"{name}: {sizes.streams} streams") as tick:
+            shots = _shots(f"{name}/streams", sizes.streams, callers, sizes.stream_tokens)
+            lines = await Attack(server, callers, client).closed_loop(shots, sizes.streams, tick)
+        runs.append({"name": f"{sizes.streams} streams, {name}", **metrics.summarise(lines)})
+    finally:
+        client.close()
+    return runs
+
+
+async def _open_streams(stage: Stage, sizes: Sizes, display: Display) -> dict[str, Any]:
+    """Many streams stay open; ``/healthz`` is asked meanwhile."""
+    callers, client, probe = _callers(stage), HttpClient(stage.url), HttpClient(stage.url)
+    tokens = round(4 * sizes.seconds) + 30  # the stub makes two a second: longer than the probes take
+    shots = _shots("open", sizes.open_streams, callers, tokens)
+    attack = Attack(_server(stage), callers, client)
+    try:
+        with display.task(f"{sizes.open_streams} open streams"):
+            running = asyncio.create_task(attack.closed_loop(shots, sizes.open_streams, _silent))
+            await asyncio.sleep(max(5.0, sizes.open_streams / 400))
+            took = await _probe(probe, sizes.seconds)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        return {"name": f"{sizes.open_streams} open streams: /healthz", **_times("healthz", took)}
+    finally:
+        client.close()
+        probe.close()
+
+
+async def _large(stage: Stage, sizes: Sizes, display: Display) -> list[dict[str, Any]]:
+    """Small requests alone, and beside prompts of 200 KB, one and many at a time."""
+    server, callers, client = _server(stage), _callers(stage), HttpClient(stage.url)
+    text = Prompts(_VOCAB, as_text=True).make("large", LARGE_BYTES // 5)
+    assert isinstance(text, str)
+    large = Shot(0, text[:LARGE_BYTES], 0, 1)
+    runs = []
+    try:
+        await Attack(server, callers, client).closed_loop(_shots("warm", 50, callers, 1), 8, _silent)
+        for beside in (0, 1, 50):
+            others = HttpClient(stage.url)
+            crowd = Attack(server, callers, others)
+            lines: list[Timeline] = []
+            background = [asyncio.create_task(_again(crowd, large, lines)) for _ in range(beside)]
+            with display.task(f"small requests beside {beside} of 200 KB") as tick:
+                shots = _shots(f"small/{beside}", round(20 * sizes.seconds), callers, 1, 20.0)
+                small = await Attack(server, callers, client).open_loop(shots, tick)
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            others.close()
+            run = {"name": f"small requests beside {beside} of 200 KB", **metrics.summarise(small)}
+            runs.append({**run, "large": metrics.summarise(lines)} if beside else run)
+    finally:
+        client.close()
+    return runs
+
+
+async def _again(attack: Attack, shot: Shot, lines: list[Timeline]) -> None:
+    while True:
+        lines += await attack.closed_loop([replace(shot, tenant=index) for index in range(len(TENANTS))], 3, _silent)
+
+
+async def _probe(client: HttpClient, seconds: float) -> list[float]:
+    """Seconds that ``/healthz`` took, asked every ``PROBE_S``; one that failed counts as infinite."""
+    took, end = [], time.perf_counter() + seconds
+    while (began := time.perf_counter()) < end:
+        try:
+            await client.get("/healthz", headers={})
+            took.append(time.perf_counter() - began)
+        except HttpError:
+            took.append(float("inf"))
+        await asyncio.sleep(PROBE_S)
+    return took
+
+
+def _times(name: str, seconds: Sequence[float]) -> dict[str, Any]:
+    made: dict[str, Any] = {"requests": len(seconds)}
+    for q in (0.5, 0.99):
+        value = metrics.percentile(seconds, q)
+        made[f"{name}_p{round(q * 100)}_ms"] = None if value is None else round(value * 1e3, 3)
+    return made
+
+
+def _server(stage: Stage) -> Server:
+    return Server(stage.url, MODEL)
+
+
+def _callers(stage: Stage) -> list[Tenant]:
+    return [Tenant(name, stage.tokens[name]) for name in TENANTS]
+
+
+def _shots(label: str, count: int, callers: Sequence[Tenant], output: int, rate: float | None = None) -> list[Shot]:
+    from gateway.simulate.lengths import Fixed
+
+    given, wanted = Fixed(kind="fixed", value=INPUT), Fixed(kind="fixed", value=output)
+    return synthetic(f"gateway/{label}", count, callers, Prompts(_VOCAB), given, wanted, rate)
+
+
+def _silent(done: int, total: int) -> None:
+    """Progress that nobody is shown."""
+
+
+def gateway_table(runs: Sequence[dict[str, Any]]) -> Table:
+    """The runs, a row each."""
+    columns = ("run", "requests", "failed", "requests/s", "tokens/s", "p50 ms", "p99 ms", "added p50", "added p99")
+    table = Table("gateway: JWT, quotas, fair queue and traces on, a stub worker behind it", columns)
+    for run in runs:
+        p50, p99 = run.get("healthz_p50_ms", run.get("e2e_p50_ms")), run.get("healthz_p99_ms", run.get("e2e_p99_ms"))
+        rates = run.get("requests_s"), run.get("output_tokens_s")
+        added = run.get("added_p50_ms"), run.get("added_p99_ms")
+        table.add(run["name"], run["requests"], run.get("failed", 0), *rates, p50, p99, *added)
+    return table

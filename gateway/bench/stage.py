@@ -1,0 +1,188 @@
+"""What ``bench gateway`` measures: a gateway, a stub worker that answers at once and a collector, a process each.
+
+Rules
+- Nothing is left out: a verified JWT, limits that are counted and never bind, a fair queue, traces.
+- The stub is ``workers.testing``: the real stream and the real engine around a runner that echoes the prompt. The
+  collector takes spans and throws them away.
+- Whatever was started ends with the stage, also when a measurement fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gateway.bench.report import BenchError
+from workers.config import EngineConfig
+from workers.launchers.base import WorkerSpec
+from workers.launchers.local import spec_line
+from workers.protocol import Generate, StepOutputs
+from workers.rpc.client import WorkerClient
+
+MODEL = "stub"
+INPUT = 32
+"""Prompt tokens of a small request."""
+TENANTS = {"search": 4, "assist": 2, "batch": 1}
+ENGINE = {"blocks": 32_768, "max_running": 4096, "max_step_tokens": 8192, "max_context": 131_072}
+_START_S = 60.0
+_NO_LIMIT = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where everything is."""
+
+    url: str
+    admin_url: str
+    tokens: dict[str, str]
+    """A token per tenant."""
+    direct_ms: float
+    """A one-token request straight to the stub, before the gateway took it: the median of a few hundred."""
+
+
+@contextlib.contextmanager
+def staged(source: str, *, sample_ratio: float, step_s: float = 0.0) -> Iterator[Stage]:
+    """Start all three. ``source``: whose tokenizer. ``step_s``: the stub's pause per step. Raises BenchError."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-bench-")))
+        key, secret = secrets.token_urlsafe(48), secrets.token_urlsafe(32)
+        address = f"unix:{folder / 'w.sock'}"
+        sink = stack.enter_context(
+            _process(folder, "collector", [sys.executable, "-m", "gateway.bench.collector_sink"])
+        )
+        port = _wait(lambda: _first_line(folder / "collector.out"), sink, folder, "collector")
+        worker = stack.enter_context(
+            _process(folder, "worker", [sys.executable, "-m", "workers.testing", f"--step-s={step_s}"], pipe=True)
+        )
+        assert worker.stdin is not None
+        spec = WorkerSpec("stub-0", 0, MODEL, source, EngineConfig.model_validate(ENGINE))
+        worker.stdin.write(spec_line(spec, address, secret, os.getpid()))
+        worker.stdin.flush()
+        _wait(lambda: "there" if (folder / "w.sock").exists() else "", worker, folder, "worker")
+        direct_ms = asyncio.run(_direct(address, secret))
+        config = folder / "gateway.yaml"
+        config.write_text(json.dumps(_config(source, address, f"http://127.0.0.1:{port}", sample_ratio)))
+        ready = folder / "ready.json"
+        command = [sys.executable, "-m", "gateway.cli", "serve", str(config), "--ready-file", str(ready)]
+        gateway = stack.enter_context(
+            _process(folder, "gateway", command, {"FOREBAY_JWT_KEY": key, "FOREBAY_BENCH_SECRET": secret})
+        )
+        info = json.loads(_wait(lambda: ready.read_text() if ready.exists() else "", gateway, folder, "gateway"))
+        _wait(lambda: "ready" if _is_ready(info["url"]) else "", gateway, folder, "gateway")
+        yield Stage(info["url"], info["admin_url"], _tokens(key), direct_ms)
+
+
+async def _direct(address: str, secret: str) -> float:
+    client = WorkerClient(address, secret)
+    took: list[float] = []
+    try:
+        await client.connect(_START_S)
+        messages = aiter(client)
+        for index in range(300):
+            began = time.perf_counter()
+            client.send(Generate(f"direct-{index}", list(range(1, INPUT + 1)), 1))
+            async for message in messages:
+                if isinstance(message, StepOutputs) and any(output.finish for output in message.outputs):
+                    break
+            took.append(time.perf_counter() - began)
+    finally:
+        await client.close()
+    return round(median(took[50:]) * 1e3, 3)
+
+
+def _config(source: str, address: str, collector: str, sample_ratio: float) -> dict[str, Any]:
+    limits = {"requests_per_minute": _NO_LIMIT, "tokens_per_minute": _NO_LIMIT, "concurrent": 8192}
+    launch = {"use": "static", "addresses": [address], "secret_env": "FOREBAY_BENCH_SECRET"}
+    bounded = {"max_queued": 8192, "max_queued_per_tenant": 8192}
+    jwt = {"algorithms": ["HS256"], "audience": "forebay", "issuer": "bench", "key_env": "FOREBAY_JWT_KEY"}
+    return {
+        "listen": {"port": 0},
+        "admin": {"port": 0},
+        "policies": {"auth": {"use": "jwt", "with": jwt}, "admission": {"use": "bounded", "with": bounded}},
+        "classes": {"interactive": {"priority": 1, "max_wait_s": 600}},
+        "tenants": [{"id": name, "weight": weight, "limits": limits} for name, weight in TENANTS.items()],
+        "models": [
+            {"name": MODEL, "source": source, "pools": [{"name": "stub", "launch": launch, "engine": dict(ENGINE)}]}
+        ],
+        "telemetry": {"otlp_endpoint": collector, "otlp_protocol": "http/protobuf", "sample_ratio": sample_ratio},
+    }
+
+
+def _tokens(key: str) -> dict[str, str]:
+    import jwt
+
+    now = int(time.time())
+    return {
+        tenant: jwt.encode(
+            {"iss": "bench", "aud": "forebay", "sub": tenant, "tenant": tenant, "iat": now, "exp": now + 3600},
+            key,
+            algorithm="HS256",
+        )
+        for tenant in TENANTS
+    }
+
+
+@contextlib.contextmanager
+def _process(
+    folder: Path, name: str, command: list[str], env: dict[str, str] | None = None, *, pipe: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("OTEL_", "FOREBAY_"))}
+    cache = {key: value for key, value in os.environ.items() if key == "FOREBAY_CACHE"}
+    with (folder / f"{name}.out").open("wb") as out, (folder / f"{name}.err").open("wb") as err:
+        process = subprocess.Popen(  # noqa: S603 - our own modules
+            command,
+            stdin=subprocess.PIPE if pipe else subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env={**clean, **cache, **(env or {})},
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def _wait(ask: Callable[[], str], process: subprocess.Popen[bytes], folder: Path, name: str) -> str:
+    """The first answer that is not empty. Raises BenchError with the process's last words when it ends before."""
+    deadline = time.monotonic() + _START_S
+    while not (answer := ask()):
+        if process.poll() is not None or time.monotonic() > deadline:
+            last = "\n".join((folder / f"{name}.err").read_text(errors="replace").splitlines()[-8:])
+            raise BenchError(f"the {name} did not start:\n{last}")
+        time.sleep(0.05)
+    return answer
+
+
+def _first_line(path: Path) -> str:
+    text = path.read_text()
+    return text.partition("\n")[0] if "\n" in text else ""
+
+
+def _is_ready(url: str) -> bool:
+    from urllib.error import URLError
+    from urllib.request import urlopen
+
+    try:
+        with urlopen(f"{url}/readyz", timeout=5) as answer:  # noqa: S310 - our own gateway
+            return bool(answer.status == 200)
+    except (URLError, OSError):
+        return False
