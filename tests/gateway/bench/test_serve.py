@@ -186,7 +186,7 @@ def test_the_command_says_that_nobody_listens(unused_tcp_port: int) -> None:
 async def test_the_command_runs_in_whatever_loop_is_installed(shared: Site, capsys: pytest.CaptureFixture[str]) -> None:
     """uvloop, here: its transports are not asyncio's."""
     arguments = ["bench", "serve", "--url", shared.url, "--api-key", token("alpha"), "--concurrency", "2"]
-    arguments += ["--requests", "4", "--input", "8", "--output", "3", "--json", "-"]
+    arguments += ["--requests", "4", "--input", "8", "--output", "3", "--vocab", "256", "--json", "-"]
     result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
     assert result.exit_code == 0, result.output
     [run] = json.loads(result.stdout)["runs"]
