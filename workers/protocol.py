@@ -14,11 +14,12 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL = 3
+PROTOCOL = 4
 """2: a ``Cancel`` may name one choice. 3: a ``Generate`` may ask for beam search."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -298,7 +299,7 @@ Down = Generate | Cancel | Keep | Purge | Drain
 Up = Hello | StepOutputs | Purged
 
 _encoder = msgspec.msgpack.Encoder()
-_down = msgspec.msgpack.Decoder(Down)
+_down = msgspec.msgpack.Decoder(list[Down])
 _up = msgspec.msgpack.Decoder(Up)
 
 
@@ -307,8 +308,13 @@ def encode(message: Down | Up) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_down(data: bytes) -> Down:
-    """Parse a message for the worker. Raises msgspec.DecodeError on anything else."""
+def joined(messages: Sequence[bytes]) -> bytes:
+    """One frame of several encoded messages: a msgpack array of them. At most 65,535."""
+    return b"\xdc" + len(messages).to_bytes(2, "big") + b"".join(messages)
+
+
+def decode_down(data: bytes) -> list[Down]:
+    """Parse a frame for the worker: what ``joined`` made. Raises msgspec.DecodeError on anything else."""
     return _down.decode(data)
 
 

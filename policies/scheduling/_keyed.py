@@ -206,7 +206,7 @@ class KeyedHeads(Generic[F]):
         return self.lines.drain()
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return len(self.lines._jobs)
 
     def _set(self, flow: F, key: float) -> None:
         self._heads.set(flow, key)

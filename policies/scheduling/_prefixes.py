@@ -16,7 +16,7 @@ Rules
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 from policies.scheduling._keyed import KeyedLines
@@ -71,6 +71,8 @@ class PrefixLines:
 
     def push(self, job: Job) -> bool:
         """O(log n)."""
+        if not job.prefix_keys:
+            return self._lines.push(job.tenant, job, self._ageing * job.arrived_at)
         depth = self._hot.depth(job.prefix_keys)
         changed = self._lines.push(job.tenant, job, self._key(job, depth))
         self._watch(job, depth)
@@ -94,7 +96,8 @@ class PrefixLines:
     def pop(self, tenant: TenantId) -> Job:
         """O(log n). ``touch`` its chain afterwards if it runs."""
         job = self._lines.pop(tenant)
-        self._unwatch(job)
+        if job.prefix_keys:
+            self._unwatch(job)
         return job
 
     def discard(self, job_id: JobId) -> Job | None:
@@ -115,11 +118,11 @@ class PrefixLines:
         """Whether the tenant has queued jobs."""
         return self._lines.has(tenant)
 
-    def touch(self, job: Job) -> set[TenantId]:
+    def touch(self, job: Job) -> Collection[TenantId]:
         """The job was dispatched; returns tenants whose head may have changed."""
         keys = job.prefix_keys
         if not keys:
-            return set()
+            return ()
         self._hot.touch(keys)
         moved: list[JobId] = []
         watched = self._watched
@@ -144,6 +147,8 @@ class PrefixLines:
 
     def matched(self, job: Job) -> int:
         """Tokens of the job's hot prefix."""
+        if not job.prefix_keys:
+            return 0
         return self._tokens(job, self._hot.depth(job.prefix_keys))
 
     @property

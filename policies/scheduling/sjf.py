@@ -46,13 +46,13 @@ class SjfScheduler:
 
     def pop(self, now: float, fits: Fits) -> Job | None:
         """O(log n) and one ``fits`` per tenant whose head does not fit."""
-        tenant = self._queue.first(fits)
+        queue = self._queue
+        tenant = queue.first(fits)
         if tenant is None:
             return None
-        queued = len(self._queue)
-        job = self._queue.pop(tenant)
+        job = queue.pop(tenant)
         self._lengths.start(job)
-        self._pick = (job, queued)
+        self._pick = (job, len(queue) + 1)
         return job
 
     def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:

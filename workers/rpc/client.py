@@ -11,11 +11,12 @@ import grpc
 import grpc.aio
 import msgspec
 
-from workers.protocol import Down, Generate, Up, decode_up, encode
+from workers.protocol import Down, Generate, Up, decode_up, encode, joined
 from workers.rpc.tls import TlsFiles, shake_hands
 from workers.rpc.wire import (
     CLIENT_OPTIONS,
     MAX_FRAME,
+    MAX_JOINED,
     MAX_QUEUED,
     METHOD,
     OPEN_KEY,
@@ -87,7 +88,7 @@ class WorkerClient:
         if self._closed or self._writer is None or self._writer.done():
             raise LinkError("the session has ended")
         frame = encode(message)
-        if len(frame) > MAX_FRAME:
+        if len(frame) + len(joined([])) > MAX_FRAME:
             raise LinkError(f"the message has {len(frame)} bytes, a frame at most {MAX_FRAME}")
         limit = self._max_queued if isinstance(message, Generate) else self._max_queued * 16
         if len(self._queue) >= limit or (isinstance(message, Generate) and self._queued_bytes > MAX_FRAME):
@@ -133,12 +134,18 @@ class WorkerClient:
             await self._wake.wait()
             self._wake.clear()
             while self._queue:
-                frame = self._queue.popleft()
-                self._queued_bytes -= len(frame)
                 try:
-                    await self._call.write(frame)
+                    await self._call.write(self._next_frame())
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     return  # the reader reports why
+
+    def _next_frame(self) -> bytes:
+        """What waits, up to ``MAX_JOINED`` bytes: a write costs more than what it carries."""
+        queue, messages, size = self._queue, [self._queue.popleft()], 0
+        while queue and (size := size + len(messages[-1])) + len(queue[0]) <= MAX_JOINED:
+            messages.append(queue.popleft())
+        self._queued_bytes -= sum(map(len, messages))
+        return joined(messages)
 
 
 async def _status(call: Any) -> tuple[str, str]:

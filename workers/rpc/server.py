@@ -184,10 +184,10 @@ class WorkerServer:
 
     async def _read(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         while (data := await context.read()) is not grpc.aio.EOF:
-            message = decode_down(data)
-            if isinstance(message, Generate) and not self._outbox.register(message.id, message.n):
-                continue  # an id that is running: its outputs could not be told apart
-            self._on_message(message)
+            for message in decode_down(data):
+                if isinstance(message, Generate) and not self._outbox.register(message.id, message.n):
+                    continue  # an id that is running: its outputs could not be told apart
+                self._on_message(message)
 
     async def _write(self, session: _Session, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         while True:

@@ -11,6 +11,8 @@ SECRET_KEY = "forebay-secret"  # noqa: S105 - the metadata key, not a secret
 OPEN_KEY = "forebay-session"
 """In the answer's first metadata when the worker lets the caller in; a refusal has none."""
 MAX_FRAME = 64 * 2**20
+MAX_JOINED = 256 * 1024
+"""Messages for a worker share a frame up to so many bytes."""
 KEEPALIVE_S = 10
 KEEPALIVE_TIMEOUT_S = 5
 MAX_QUEUED = 1024
