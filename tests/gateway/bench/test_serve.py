@@ -183,11 +183,22 @@ def test_the_command_says_that_nobody_listens(unused_tcp_port: int) -> None:
 
 
 @loops
-async def test_the_command_runs_in_whatever_loop_is_installed(shared: Site, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_command_runs_in_whatever_loop_is_installed(shared: Site, tmp_path: Path) -> None:
     """uvloop, here: its transports are not asyncio's."""
     arguments = ["bench", "serve", "--url", shared.url, "--api-key", token("alpha"), "--concurrency", "2"]
-    arguments += ["--requests", "4", "--input", "8", "--output", "3", "--vocab", "256", "--json", "-"]
+    arguments += [
+        "--requests",
+        "4",
+        "--input",
+        "8",
+        "--output",
+        "3",
+        "--vocab",
+        "256",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
     result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
     assert result.exit_code == 0, result.output
-    [run] = json.loads(result.stdout)["runs"]
+    [run] = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert run["output_tokens"] == 12
