@@ -7,13 +7,15 @@
 #   make test-gpu    what needs a CUDA device          make test-long   what takes minutes
 #   make clean       remove what the above made (not the model cache)
 #
-# PYTHON=python3.12 picks the interpreter (3.11 or newer); VENV=… puts the environment elsewhere.
+# PYTHON=python3.12 picks the interpreter (3.11 or newer); VENV=… puts the environment elsewhere. The suite runs in two
+# processes: PYTEST_WORKERS=4 makes it four, 0 none; PYTEST_ARGS=… goes to pytest.
 
 SHELL := /bin/sh
 PYTHON ?=
 VENV ?= .venv
 CONFIG ?= config/demo.yaml
 PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
 
 BIN := $(VENV)/bin
 export VENV PYTHON
@@ -35,7 +37,7 @@ run: setup
 	@exec $(BIN)/forebay serve --dev $(CONFIG)
 
 test: setup
-	@$(BIN)/python -m pytest -m "not gpu and not long" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not long" -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: setup
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
