@@ -35,10 +35,10 @@ from gateway.visit import Endpoint, Errand, rate_headers
 __all__ = ["ENDPOINTS", "admin_app", "public_app"]
 
 ENDPOINTS: tuple[Endpoint | Errand, ...] = (
-    Endpoint("/v1/chat/completions", "chat", parse_chat, ChatFormat),
-    Endpoint("/v1/completions", "text_completion", parse_completion, CompletionFormat),
-    Endpoint("/v1/responses", "chat", parse_responses, ResponsesFormat),
-    Endpoint("/v1/embeddings", "embeddings", parse_embeddings, EmbeddingsFormat),
+    Endpoint("/v1/chat/completions", parse_chat, ChatFormat),
+    Endpoint("/v1/completions", parse_completion, CompletionFormat),
+    Endpoint("/v1/responses", parse_responses, ResponsesFormat),
+    Endpoint("/v1/embeddings", parse_embeddings, EmbeddingsFormat),
     Errand("/tokenize", parse_tokenize, tokenize),
     Errand("/detokenize", parse_detokenize, detokenize),
 )

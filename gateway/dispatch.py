@@ -333,9 +333,10 @@ class Dispatcher:
         room, decision = self._route(ticket, rooms, now)
         handle = self._handles[decision.worker]
         prepared, choices = ticket.prepared, ticket.prepared.choices()
-        ticket.span = ticket.trace.begin_chat(
-            self.model.name, attributes.chat_request(prepared.generate, self.model.name, stream=ticket.stream)
+        asked = attributes.chat_request(
+            prepared.generate, self.model.name, endpoint=prepared.request.endpoint, stream=ticket.stream
         )
+        ticket.span = ticket.trace.begin_chat(self.model.name, asked)
         try:
             handle.send(message_for(handle, prepared, ticket.trace.inject()))
         except WorkerGoneError as error:

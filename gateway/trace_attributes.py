@@ -6,8 +6,9 @@ are those of the pinned opentelemetry-semantic-conventions (checked by a test).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from gateway.http.schemas import EndpointName
 from policies.types import AdmissionDecision, Job, Pick, Principal, QuotaDecision, RouteDecision, Usage
 from workers.protocol import Generate
 from workers.spans import Attributes
@@ -15,6 +16,12 @@ from workers.spans import Attributes
 PROVIDER = "forebay"
 WAITED_BEHIND = 5
 """Most entries of ``forebay.queue.waited_behind``."""
+OPERATIONS: Mapping[EndpointName, str] = {
+    "chat": "chat",
+    "completions": "text_completion",
+    "embeddings": "embeddings",
+}
+"""``gen_ai.operation.name`` by what a request asks for; ``/v1/responses`` asks for a chat."""
 
 
 def root(
@@ -128,11 +135,13 @@ def routed(decision: RouteDecision, candidates: int) -> Attributes:
     }
 
 
-def chat_request(generate: Generate, model: str, *, operation: str = "chat", stream: bool = False) -> Attributes:
-    """``chat {model}``, at its start. ``operation``: ``chat`` or ``text_completion``. Stop strings are content."""
+def chat_request(
+    generate: Generate, model: str, *, endpoint: EndpointName = "chat", stream: bool = False
+) -> Attributes:
+    """``chat {model}``, at its start. ``endpoint``: what the request asks for. Stop strings are content."""
     params = generate.params
     return {
-        "gen_ai.operation.name": operation,
+        "gen_ai.operation.name": OPERATIONS[endpoint],
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,
         "gen_ai.request.max_tokens": generate.max_tokens,
@@ -144,7 +153,7 @@ def chat_request(generate: Generate, model: str, *, operation: str = "chat", str
         "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
         "gen_ai.request.choice.count": generate.n if generate.n != 1 else None,
         "gen_ai.request.stream": stream,
-        "gen_ai.output.type": "text",
+        "gen_ai.output.type": None if endpoint == "embeddings" else "text",
     }
 
 

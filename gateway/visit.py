@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -37,8 +37,6 @@ class Endpoint:
     """One inference endpoint of the API."""
 
     route: str
-    operation: Literal["chat", "text_completion", "embeddings"]
-    """``gen_ai.operation.name``."""
     parse: Callable[[bytes], AnyRequest]
     format: Callable[..., Format]
     """Takes what ``Pipeline._format`` passes."""

@@ -131,6 +131,28 @@ async def test_ok(traced: Traced) -> None:
     assert not [span.name for span in spans if span.error]
 
 
+@pytest.mark.parametrize(
+    ("route", "asked", "operation"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}, "chat"),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 3}, "chat"),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 3}, "text_completion"),
+    ],
+)
+async def test_the_operation_is_the_endpoint_s(
+    traced: Traced, route: str, asked: dict[str, Any], operation: str
+) -> None:
+    trace, headers = traced.new()
+    headers["authorization"] = f"Bearer {token('alpha')}"
+    answer = await traced.site.http.post(route, json={"model": MODEL, **asked}, headers=headers)
+    assert answer.status_code == 200
+    wanted = {f"POST {route}", CHAT, INFERENCE}
+    spans = await asyncio.to_thread(traced.collector.wait_for_trace, trace, wanted, 15.0)
+    tree = check_tree(spans, remote_parent=CALLER, clock_slack_ns=SLACK_NS)
+    assert tree.root.name == f"POST {route}"
+    assert tree.named(CHAT).attributes["gen_ai.operation.name"] == operation
+
+
 @pytest.mark.parametrize("phase", ["queued", "running", "streaming"])
 async def test_cancelled(traced: Traced, phase: Literal["queued", "running", "streaming"]) -> None:
     """gateway C1: whenever the caller leaves, one tree that says so and no error: nobody failed."""
