@@ -46,6 +46,8 @@ Station = Literal["admission", "auth", "tokenize", "quota reserve", "queue", "ro
 STATIONS: tuple[Station, ...] = ("admission", "auth", "tokenize", "quota reserve", "queue", "route", "quota settle")
 EventName = Literal["first_byte", "last_byte", "client_disconnected"]
 EVENTS: tuple[EventName, ...] = ("first_byte", "last_byte", "client_disconnected")
+Kept = Literal["failed", "shed", "slow", "sampled"]
+"""Why a trace is exported, the first that holds: ``forebay.kept`` on the root, for collectors that sample again."""
 
 
 class Span:
@@ -259,10 +261,22 @@ class Recorder(RequestTrace):
         root.error = failed and not (status is not None and 400 <= status < 500)
         last = self._children[-1].end_ns + GAP_NS if self._children else 0
         root.end_ns = max(self._clock(), root.start_ns + 1, last, *(at for _, at, _ in root.events))
-        self.keep = root.error or outcome in ("shed", "timeout") or self._is_slow() or self._sampled()
-        if self.keep:
+        why = self._why_kept(outcome)
+        self.keep = why is not None
+        if why is not None:
+            root.attributes["forebay.kept"] = why
             self._export([root, *self._children])
         return self.keep
+
+    def _why_kept(self, outcome: Outcome) -> Kept | None:
+        """None: it is dropped. Shed goes first: a draining gateway's 503 is a refusal, and callers decide how many."""
+        if outcome == "shed":
+            return "shed"
+        if self._root.error or outcome == "timeout":
+            return "failed"
+        if self._is_slow():
+            return "slow"
+        return "sampled" if self._sampled() else None
 
     def _sampled(self) -> bool:
         return self._head(self._root.context, self._root.parent, self._ratio)

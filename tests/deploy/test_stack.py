@@ -166,10 +166,61 @@ def test_jaeger_is_made_of_components_that_it_has() -> None:
     assert query["metrics"] in stores["metric_backends"]
 
 
+def basic_policies(policies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tail sampling policies with those that an ``and`` combines in its place."""
+    return [
+        basic
+        for policy in policies
+        for basic in (policy["and"]["and_sub_policy"] if policy["type"] == "and" else [policy])
+    ]
+
+
+def wanted_by(policy: Mapping[str, Any], attributes: Mapping[str, Any]) -> bool:
+    """Whether tail sampling would keep a trace whose spans have these attributes, while its budget lasts."""
+    kind = policy["type"]
+    if kind == "and":
+        return all(wanted_by(each, attributes) for each in policy["and"]["and_sub_policy"])
+    if kind == "rate_limiting":
+        return True
+    rule = policy[kind]
+    value = attributes.get(rule["key"])
+    if kind == "string_attribute":
+        return value in rule["values"]
+    if kind == "numeric_attribute":
+        return value is not None and rule["min_value"] <= value <= rule["max_value"]
+    assert kind == "boolean_attribute"
+    return value is rule["value"]
+
+
+REQUESTS = {
+    "a failure": ("error", "failed", {"failed-or-slow"}),
+    "a timeout": ("timeout", "failed", {"failed-or-slow"}),
+    "slower than its class's objective": ("ok", "slow", {"failed-or-slow"}),
+    "served": ("ok", "sampled", {"served"}),
+    "hung up": ("cancelled", "sampled", {"served"}),
+    "shed": ("shed", "shed", {"refused"}),
+    "throttled": ("throttled", "sampled", {"refused"}),
+    "a 401": ("error", "sampled", {"refused"}),
+}
+
+
+@pytest.mark.parametrize("request_kind", REQUESTS)
+def test_jaeger_keeps_what_failed_or_was_slow_and_of_the_refused_only_what_fits(request_kind: str) -> None:
+    """A flood of 429s must neither be stored whole nor take the place of requests that were served."""
+    outcome, kept, expected = REQUESTS[request_kind]
+    policies = read("jaeger.yaml")["processors"]["tail_sampling"]["policies"]
+    spans = {"forebay.outcome": outcome, "forebay.kept": kept, "forebay.preemptions": 0}
+    assert {policy["name"] for policy in policies if wanted_by(policy, spans)} == expected
+    limited = {each["name"]: "rate_limiting" in str(each) for each in policies}
+    assert {name: limited[name] for name in ("failed-or-slow", "served", "refused")} == {
+        "failed-or-slow": False, "served": True, "refused": True,
+    }  # fmt: skip
+
+
 def test_jaegers_policies_ask_for_attributes_that_spans_have() -> None:
     documented = (ROOT / "docs" / "telemetry.md").read_text()
     jaeger = read("jaeger.yaml")
-    policies = jaeger["processors"]["tail_sampling"]["policies"]
+    policies = basic_policies(jaeger["processors"]["tail_sampling"]["policies"])
     keys = [policy[policy["type"]]["key"] for policy in policies if "key" in policy[policy["type"]]]
     keys += [dimension["name"] for dimension in jaeger["connectors"]["spanmetrics"]["dimensions"]]
     assert len(keys) >= 4

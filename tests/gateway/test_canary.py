@@ -40,6 +40,18 @@ BODY: dict[str, Any] = {
     "metadata": {"note": FIELD},
     "cache_salt": FIELD,
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": MODEL, "prompt": f"Say {PROMPT}", "max_tokens": 60, "user": FIELD, "stop": [FIELD]},
+    "/v1/responses": {
+        "model": MODEL,
+        "instructions": PROMPT,
+        "input": f"Say {PROMPT}",
+        "max_output_tokens": 60,
+        "user": FIELD,
+        "metadata": {"note": FIELD},
+    },
+}
+"""Other endpoints, and what they are sent."""
 SETTINGS: dict[str, Any] = {
     "tenants": [{"id": "alpha"}, {"id": "beta"}, {"id": "single", "limits": {"concurrent": 1}}],
     "models": [pool(max_running=1)],
@@ -60,12 +72,12 @@ class Caller:
         self.errors: list[str] = []
 
     async def post(self, tenant: str = "alpha", content: bytes | None = None, **changes: Any) -> httpx.Response:
+        """One chat request."""
+        return await self.send("/v1/chat/completions", content or json.dumps({**BODY, **changes}).encode(), tenant)
+
+    async def send(self, path: str, content: bytes, tenant: str = "alpha") -> httpx.Response:
         """One request."""
-        answer = await self.site.http.post(
-            f"/v1/chat/completions?q={HEADER}",
-            content=content if content is not None else json.dumps({**BODY, **changes}).encode(),
-            headers=self.headers(tenant),
-        )
+        answer = await self.site.http.post(f"{path}?q={HEADER}", content=content, headers=self.headers(tenant))
         if answer.status_code >= 400:
             self.errors.append(answer.text + repr(answer.headers))
         return answer
@@ -88,6 +100,12 @@ class Caller:
         assert PROMPT in answer.text, "the answer is marked too"
         streamed = await self.post(stream=True)
         assert PROMPT[:6] in streamed.text
+        for path, body in OTHERS.items():
+            for stream in (False, True):
+                answer = await self.send(path, json.dumps({**body, "stream": stream}).encode())
+                assert answer.status_code == 200, answer.text
+                assert PROMPT[:6] in answer.text, path
+            assert (await self.send(path, json.dumps({**body, "temperature": FIELD}).encode())).status_code == 400
         for stream in (False, True):
             call = asyncio.create_task(self.post(max_tokens=900, stream=stream))
             await until(lambda: any(ticket.first_token_at for ticket in tickets(self.site)), "it runs")
@@ -113,6 +131,18 @@ class Caller:
         await self.site.at_rest()
 
 
+async def used(site: Site, quota: str) -> str:
+    """What caller and operator are told of usage: with a ledger also who used what, thus users."""
+    mine = await site.http.get("/v1/usage", headers=Caller.headers("alpha"))
+    assert mine.status_code == 200
+    pages = [mine.text]
+    for query in ("group_by=tenant,user,model,class,day", "group_by=user&format=csv"):
+        answer = await site.admin.get(f"/admin/usage?{query}", headers={"authorization": f"Bearer {SECRET}"})
+        assert (answer.status_code == 200) is (quota == "ledger"), answer.text
+        pages.append(answer.text)
+    return "".join(pages)
+
+
 async def told(site: Site) -> str:
     """Everything an operator can read over HTTP, while a marked request runs."""
     call = asyncio.create_task(Caller(site).post(max_tokens=900))
@@ -124,7 +154,7 @@ async def told(site: Site) -> str:
             pages = [(await mine.get(path)).text for path in PAGES]
             pages.append((await mine.post("/console/actions/purge", tenant="alpha")).text)
         admin = {"authorization": f"Bearer {SECRET}"}
-        for path in ("tenants", "queue", "workers", "policies", "overview"):
+        for path in ("tenants", "queue", "workers", "policies", "overview", "audit"):
             answer = await site.admin.get(f"/admin/{path}", headers=admin)
             assert answer.status_code == 200, path
             pages.append(answer.text)
@@ -148,7 +178,9 @@ def logged() -> Iterator[io.StringIO]:
         yield stream
 
 
+@pytest.mark.parametrize("quota", ["token_bucket", "ledger"])
 async def test_nothing_of_a_request_is_kept_or_told(
+    quota: str,
     start: Start,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -163,11 +195,12 @@ async def test_nothing_of_a_request_is_kept_or_told(
             **SETTINGS,
             "telemetry": {"otlp_endpoint": collector.endpoint, "request_log": "requests.jsonl"},
             "state": {"path": "state"},
+            "policies": {**SETTINGS["policies"], "quota": {"use": quota}},
         }
         async with start(changes, echo=Echo(step_s=0.002), env=env) as site:
             caller = Caller(site)
             await caller.every_kind()
-            pages = await told(site)
+            pages, usage = await told(site), await used(site, quota)
         async with start(changes, echo=Echo(fail_with="internal"), env=env) as site:
             failing = Caller(site)
             assert (await failing.post()).status_code == 500
@@ -179,7 +212,8 @@ async def test_nothing_of_a_request_is_kept_or_told(
         for path in tmp_path.rglob("*")
         if path.is_file() and "model" not in path.relative_to(tmp_path).parts
     }
-    assert (tmp_path / "requests.jsonl") in files
+    expected = {"requests.jsonl", "state/audit.jsonl", *(["state/ledger.db"] if quota == "ledger" else [])}
+    assert expected <= {str(path.relative_to(tmp_path)) for path in files}
     logs = logged.getvalue() + output.out + output.err
     assert logs.count('"event": "request"') > 12
     assert spans.count("chat echo") >= 5
@@ -188,8 +222,13 @@ async def test_nothing_of_a_request_is_kept_or_told(
     marks = [PROMPT, USER, FIELD, HEADER, SECRET, SERVER_SECRET, KEY, encoded, credential("alpha").split(".")[2][:20]]
     places = {"logs": logs, "spans": spans, "pages and metrics": pages, "errors": "\n".join(errors)}
     places |= {str(path.relative_to(tmp_path)): content.decode("latin-1") for path, content in files.items()}
-    found = [(mark, place) for place, text in places.items() for mark in marks if mark in text]
-    assert found == []
+    places["usage"] = usage
+    found = {(mark, place) for place, text in places.items() for mark in marks if mark in text}
+    ledger = {place for place in places if place.startswith("state/ledger.db")}
+    assert bool(ledger) is (quota == "ledger")
+    # Who used how much is what a ledger and the usage pages are for; what was asked is in neither.
+    assert {(mark, place) for mark, place in found if place not in {"usage", *ledger}} == set()
+    assert {mark for mark, _ in found} == {USER}
 
 
 def _ids(folder: Path) -> list[int]:

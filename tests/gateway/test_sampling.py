@@ -109,6 +109,31 @@ def test_what_is_kept(collector: OtlpReceiver) -> None:
     everything.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("outcome", "status", "seconds", "why"),
+    [
+        ("ok", 200, 0.1, "sampled"),
+        ("throttled", 429, 0.1, "sampled"),
+        ("error", 401, 0.1, "sampled"),
+        ("cancelled", None, 9.0, "slow"),
+        ("ok", 200, 2.1, "slow"),
+        ("error", 500, 0.1, "failed"),
+        ("error", 200, 9.0, "failed"),
+        ("timeout", 504, 9.0, "failed"),
+        ("shed", 429, 0.1, "shed"),
+        ("shed", 429, 9.0, "shed"),
+        ("shed", 503, 0.1, "shed"),
+    ],
+)
+def test_a_kept_trace_says_why(
+    outcome: Any, status: int | None, seconds: float, why: str, collector: OtlpReceiver
+) -> None:
+    telemetry = tracing.build(collector, slow_s=5.0)
+    assert ended(telemetry, outcome, status, seconds, slow_first_byte_s=2.0)
+    assert tracing.received(telemetry, collector).root.attributes["forebay.kept"] == why
+    telemetry.shutdown()
+
+
 def test_the_head_decision_is_the_sdks() -> None:
     reference, ours = ParentBased(TraceIdRatioBased(0.3)), Sampler(0.3)
     rng = random.Random(1)

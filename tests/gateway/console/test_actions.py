@@ -142,6 +142,7 @@ async def test_a_candidate_watches_and_then_takes_over(shared: Site) -> None:
         assert "Shadow run of fcfs running" in page
         assert "Dispatches 16" in page
         assert "alpha 8" in page
+        assert "not the shares it would give" in page
         assert (await mine.post("/console/actions/end_shadow")).status_code == 200
         assert "cancelled" in text((await mine.get("/console/policies")).text)
 
