@@ -2,17 +2,17 @@
 
 Rules
 - The order of a request is the pipeline's (``gateway/pipeline.py``): admission → quota reserve → queue → route →
-  dispatch → settle. The gate is ``gateway.gate``, a worker's figures are kept by the gateway's own ``WorkerHandle``,
-  what a request cost by its ``Meter``.
+  dispatch → settle. A quota policy that counts who waits hears of each dispatch. The gate is ``gateway.gate``, a
+  worker's figures are kept by the gateway's own ``WorkerHandle``, what a request cost by its ``Meter``.
 - No clock and no event loop: a quota policy's coroutines are run to their end at once; one that waits for anything
   cannot be simulated, and says so.
-- The simulator drives it in virtual time; ``validate.py`` drives the same object with real engines and the real clock.
+- The simulator drives it in virtual time; ``forreal.py`` drives the same object with real engines and the real clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from gateway.gate import Claim, Load, Room, fill
@@ -26,12 +26,13 @@ from gateway.worker_handle import WorkerHandle
 from policies.admission.open import OpenAdmission
 from policies.queue import Dispatch, JobQueue
 from policies.quota.unlimited import UnlimitedQuota
-from policies.spi import AdmissionPolicy, Kind, QuotaPolicy, RoutingPolicy, SchedulingPolicy
-from policies.types import Charge, Job, JobId, Usage
+from policies.spi import AdmissionPolicy, Kind, QueueAware, QuotaPolicy, RoutingPolicy, SchedulingPolicy
+from policies.types import AdmissionDecision, Charge, Job, JobId, Usage
 from workers.protocol import SequenceOutput, StepOutputs
 
 T = TypeVar("T")
 _CLAIM: Claim = (1, False)
+_ADMITTED = AdmissionDecision(True)
 
 
 class NotSimulable(ValueError):  # noqa: N818 - a statement about a policy
@@ -72,6 +73,7 @@ class Front:
         self._admits_all = isinstance(self._admission, OpenAdmission)
         quota = cast(QuotaPolicy, build("quota", scenario.quota))
         self._quota = None if isinstance(quota, UnlimitedQuota) else quota
+        self._queue_aware = quota if isinstance(quota, QueueAware) else None
         self._routing = cast(RoutingPolicy, build("routing", scenario.routing))
         self._workload = workload
         self._handles: list[WorkerHandle] = []
@@ -108,9 +110,15 @@ class Front:
         ledger, tenant = self.ledger, request.tenant
         ledger.accounts[tenant].arrived += 1
         job = self._workload.job(request)
-        refusal = self._refusal(job, now)
-        if refusal is not None:
-            ledger.refused(tenant, refusal)
+        admission = self._admit(job, now)
+        if not admission.admitted:
+            ledger.refused(tenant, admission.reason or "not_admitted")
+            return
+        most = admission.clamp_max_tokens
+        if most is not None and most < job.max_tokens:
+            job, request = replace(job, max_tokens=most), replace(request, output=min(request.output, most))
+        if (limit := self._over_quota(job, now)) is not None:
+            ledger.refused(tenant, limit)
             return
         self.queue.offer(job, now)
         self._waiting[job.id] = request
@@ -184,18 +192,19 @@ class Front:
         jobs = self.queue.queued_jobs() if held is None else [held]
         return any(room.fits(job, 1, suspect=False) for job in jobs for room in rooms)
 
-    def _refusal(self, job: Job, now: float) -> str | None:
-        """What admission or quota has against it. Those that refuse nobody are not asked."""
-        if not self._admits_all:
-            snapshot = self.queue.snapshot(job.tenant, weight=job.weight, workers_ready=len(self._handles))
-            admission = self._admission.check(job, snapshot, now)
-            if not admission.admitted:
-                return admission.reason or "not_admitted"
-        if self._quota is not None:
-            quota = at_once(self._quota.reserve(job, now))
-            if not quota.admitted:
-                return quota.limit or "quota"
-        return None
+    def _admit(self, job: Job, now: float) -> AdmissionDecision:
+        """What admission says. One that refuses nobody is not asked."""
+        if self._admits_all:
+            return _ADMITTED
+        snapshot = self.queue.snapshot(job.tenant, weight=job.weight, workers_ready=len(self._handles))
+        return self._admission.check(job, snapshot, now)
+
+    def _over_quota(self, job: Job, now: float) -> str | None:
+        """The limit that it would exceed."""
+        if self._quota is None:
+            return None
+        quota = at_once(self._quota.reserve(job, now))
+        return None if quota.admitted else quota.limit or "quota"
 
     def _settle(self, job: Job, usage: Usage, now: float) -> None:
         if self._quota is not None:
@@ -225,6 +234,8 @@ class Front:
         self._flights[job.id] = self._at[handle.name][job.id] = flight
         handle.send(self._workload.generate(request, job))
         room.take(job, 1, suspect=False)
+        if self._queue_aware is not None:
+            self._queue_aware.started(job.id)
         self.dispatched += 1
         self.ledger.left(request.tenant)
         self.ledger.accounts[request.tenant].waits.append(dispatch.waited_s)

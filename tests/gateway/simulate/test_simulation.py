@@ -187,6 +187,40 @@ def test_quota_is_reserved_and_settled(tmp_path: Path) -> None:
     assert run.ledger.accounts[0].output == 24, "an answer ends where it ends, not at max_tokens"
 
 
+def test_who_left_the_queue_no_longer_counts_as_waiting(tmp_path: Path) -> None:
+    """Two may wait: of five that come in one moment two do; of those that start at once any number runs."""
+    limits, quota = {"queued": 2}, {"use": "token_bucket"}
+    run = simulate(make(tmp_path, tenant("a", burst(5), limits=limits), quota=quota, drain=True))
+    assert run.ledger.accounts[0].shed == {"queued": 3}
+    together = 0
+
+    def look(front: Front, now: float) -> None:
+        nonlocal together
+        together = max(together, front.queue.running)
+
+    arriving = tenant("a", poisson(1.5), output=100, limits=limits)
+    account = simulate(make(tmp_path, arriving, quota=quota, drain=True), observer=look).ledger.accounts[0]
+    assert together > 3
+    assert account.shed == {}
+    assert account.finished == account.arrived
+
+
+def test_admission_clamps_answers_and_its_fallback_is_a_refusal(tmp_path: Path) -> None:
+    """Answers of 200 tokens, clamped to 20 once a wait of 1 s is foreseen; there is no other model to fall back to."""
+    overload = {"clamp_max_tokens": 20, "after_s": 1.0, "fallback_model": "small"}
+    loaded = make(
+        tmp_path,
+        tenant("a", poisson(10), output=200),
+        admission={"use": "bounded", "with": {"max_queued": 10, "overload": overload}},
+        drain=True,
+    )
+    account = simulate(loaded).ledger.accounts[0]
+    assert 20 * account.finished < account.output < 200 * account.finished, "some are clamped, the first are not"
+    assert set(account.shed) <= {"queue_full", "predicted_wait"}
+    assert account.shed
+    assert account.finished + sum(account.shed.values()) == account.arrived
+
+
 def test_prefixes_are_hit_within_a_tenant_and_never_across(tmp_path: Path) -> None:
     prefix = {"groups": 1, "tokens": 64}
     loaded = make(
