@@ -14,7 +14,9 @@ from policies import testing
 from policies.auth import api_key
 from policies.manager import make_manager
 from policies.registry import Registry
+from policies.scheduling._tariff import Tariff
 from policies.scheduling.fcfs import FcfsScheduler
+from policies.scheduling.vtc import VtcScheduler
 from policies.spi import KINDS, PolicyContext
 from policies.types import AuthRequest, Charge, Job
 
@@ -107,9 +109,28 @@ class DumpsJobs(FcfsScheduler):
         return {"jobs": object()}
 
 
+class ForgetsService(VtcScheduler):
+    def __init__(self) -> None:
+        super().__init__(Tariff(1.0, 2.0, 0.0))
+
+    def load(self, state: Any) -> None:
+        super().load({**state, "service": dict.fromkeys(state.get("service", {}), 0.0)})
+
+
+class ForgetsWhatWasPaid(ForgetsService):
+    def load(self, state: Any) -> None:
+        VtcScheduler.load(self, {key: value for key, value in state.items() if key != "prepaid"})
+
+
 @pytest.mark.parametrize("broken", [Loses, Blocks, Starves, ChargesOnlyItsOwn, DumpsJobs])
 def test_the_kit_finds_broken_schedulers(broken: Any) -> None:
     with pytest.raises((AssertionError, KeyError, TypeError)):
+        testing.conformance("scheduling", broken)
+
+
+@pytest.mark.parametrize("broken", [ForgetsService, ForgetsWhatWasPaid])
+def test_the_kit_finds_a_load_that_keeps_the_keys_and_drops_what_they_hold(broken: Any) -> None:
+    with pytest.raises(AssertionError, match="load did not take over"):
         testing.conformance("scheduling", broken)
 
 
