@@ -10,7 +10,9 @@ Rules
 - A tenant that comes back from idle is lifted to the smallest counter of those waiting, or to that of the tenant that
   left the queue last when nobody waits.
 - The service ÷ weight of two tenants that stay backlogged differs by at most 2·max(input_cost·L, output_cost·M) ÷
-  weight over any interval, where L is the longest prompt and M the most tokens in one batch (theorem 4.4 there).
+  weight over any interval, where L is the longest prompt and M the most tokens in one batch (theorem 4.4 there). With
+  prediction, however wrong: by at most 2·(input_cost·L + output_cost·D·O) ÷ weight, D jobs at once, O the most of
+  ``max_tokens``: what is charged but not made yet is at most that of the D that run.
 """
 
 from __future__ import annotations

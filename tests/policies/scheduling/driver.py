@@ -146,6 +146,13 @@ class Driver:
             pass
         return self
 
+    def finish(self) -> Driver:
+        """No more work is offered; run until all of it has ended."""
+        self._sources.clear()
+        while len(self.queue) or self._running or self._future:
+            self.go(1)
+        return self
+
     def _arrive(self) -> None:
         while self._future and self._future[0][0] <= self.now:
             _, _, job, output = heapq.heappop(self._future)

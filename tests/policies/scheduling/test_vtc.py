@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies.queue import JobQueue
@@ -15,6 +15,7 @@ from policies.scheduling.fcfs import FcfsScheduler
 from policies.scheduling.vtc import VtcScheduler
 from policies.testing import always, make_job
 from policies.types import Charge, Job, JobId, RequeueReason
+from tests.policies.scheduling.driver import Driver, build, widest
 
 TARIFF = Tariff(1.0, 2.0, 0.0)
 
@@ -221,6 +222,44 @@ def test_two_backlogged_tenants_stay_within_the_bound(slots: int, a: Any, b: Any
     """OSDI'24 theorem 4.4, weighted: |Wa/wa - Wb/wb| <= 2 max(input_cost L, output_cost M) / w in any interval."""
     gap, bound = gap_and_bound(VtcScheduler(TARIFF), slots, a, b, 200)
     assert gap <= bound
+
+
+ANSWERS = st.lists(st.integers(1, 30), min_size=1, max_size=4)
+UNEVEN = st.tuples(st.sampled_from([1.0, 2.0, 3.0]), st.integers(1, 60), ANSWERS)
+"""Weight, prompt, and answers that come one after the other; ``max_tokens`` is 30 whatever they turn out to be."""
+
+
+@pytest.mark.parametrize("predict", ["none", "max", "mean", "quantile"])
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 8), UNEVEN, UNEVEN)
+@example(4, (1.0, 10, [1, 30]), (3.0, 10, [30, 1, 1]))
+def test_wrong_predictions_keep_a_bound_and_are_paid_back(predict: str, slots: int, a: Any, b: Any) -> None:
+    """Any interval in which both wait: |Wa/wa - Wb/wb| <= 2 (input_cost L + output_cost D most) / w.
+
+    ``most``: the longest answer that may be predicted or made, of each of the D that run. Why: the tenant dispatched
+    last had no more charged than the other. Since then it was served that prompt and what its running jobs still make;
+    the other lacks at most what was charged for its own running jobs and is not made yet: D jobs together. In the end
+    everything charged adds up to the tariff of what ran.
+    """
+    policy = build("vtc", predict=predict)
+    driver = Driver(policy, slots=slots)
+    for tenant, (weight, prompt, answers) in {"a": a, "b": b}.items():
+
+        def make(serial: int, now: float, tenant: str = tenant, load: Any = (weight, prompt, answers)) -> Any:
+            weight, prompt, answers = load
+            job = make_job(f"{tenant}{serial}", tenant, prompt=prompt, output=30, weight=weight, arrived_at=now)
+            return job, answers[serial % len(answers)]
+
+        driver.backlog(make, depth=slots + 1)
+    level = {"a": a[0], "b": b[0]}
+    gaps = [
+        driver.service.get("a", 0.0) / level["a"] - driver.service.get("b", 0.0) / level["b"] for _ in driver.run(150)
+    ]
+    bound = 2 * (TARIFF.input_cost * max(a[1], b[1]) + TARIFF.output_cost * slots * 30) / min(a[0], b[0])
+    assert widest([0.0, *gaps]) <= bound
+    driver.finish()
+    assert policy.dump()["prepaid"] == {}
+    assert policy.counters() == pytest.approx({tenant: driver.service[tenant] / level[tenant] for tenant in level})
 
 
 def test_fcfs_does_not_keep_that_bound() -> None:
