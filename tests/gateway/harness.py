@@ -225,12 +225,12 @@ async def running(
 ) -> AsyncIterator[Site]:
     """A gateway as ``BASE`` with ``changes`` says, with its listeners; ready unless told otherwise."""
     write_model(folder / "model")
-    manager = make_manager()
+    settings = Settings.model_validate(merged(BASE, changes or {}))
+    manager = make_manager(settings.plugins)
     register(manager, EchoPlugin(policies), "echo")
     for number, plugin in enumerate(plugins):
         register(manager, plugin, f"plugin-{number}")
     environment = {"FOREBAY_JWT_KEY": KEY, "ECHO": json.dumps(asdict(echo or Echo())), **(env or {})}
-    settings = Settings.model_validate(merged(BASE, changes or {}))
     gateway = build(settings, base_dir=folder, env=environment, manager=manager, config_path=config_path)
     try:
         async with (

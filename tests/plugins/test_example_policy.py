@@ -21,7 +21,7 @@ from policies.registry import Registry
 from policies.testing import checks, suite
 from tests.arch.source import ROOT
 from tests.gateway.conftest import start as start  # the fixture
-from tests.gateway.harness import until
+from tests.gateway.harness import MODEL, pool, until
 from workers.testing import Echo
 
 PLUGIN = "example_policy"
@@ -94,23 +94,39 @@ def test_it_is_tried_in_the_simulator(installed: Path, tmp_path: Path) -> None:
     assert fcfs > 10
 
 
-async def test_it_is_swapped_in_live(installed: Path, tmp_path: Path, start: Any) -> None:
-    """``POST /admin/policies`` while requests wait: each is answered, in turns from then on."""
-    manager_policies = Registry.from_manager(make_manager([PLUGIN])).policies("scheduling")
-    spec = next(item.spec for item in manager_policies if item.spec.name == "turns")
-    async with start(echo=Echo(step_s=0.02), policies=[spec]) as site:
-        asked = [asyncio.create_task(site.complete("alpha", max_tokens=20)) for _ in range(30)]
-        await until(lambda: len(site.dispatcher.queue) > 10, "requests wait")
-        asked += [asyncio.create_task(site.complete("beta", max_tokens=20)) for _ in range(3)]
+async def test_it_is_swapped_in_live(installed: Path, start: Any) -> None:
+    """``plugins: [example_policy]``, then ``POST /admin/policies`` while requests wait: each is answered.
+
+    The new policy watches first, as the walkthrough has it, and what waits then leaves in turns.
+    """
+    changes = {"plugins": [PLUGIN], "models": [pool(max_running=2)]}
+    async with start(changes, echo=Echo(step_s=0.01)) as site:
+        asked = [asyncio.create_task(site.complete("alpha", max_tokens=8)) for _ in range(80)]
+        await until(lambda: len(site.dispatcher.queue) > 50, "requests wait")
         before = (await site.admin.get("/admin/policies")).json()
-        answer = await site.admin.post("/admin/policies", json={"scheduling": {"use": "turns"}})
-        assert answer.status_code == 200, answer.text
+        body = {"scheduling": {"use": "turns"}, "shadow_s": 0.5}
+        begun = await site.admin.post("/admin/policies", json=body)
+        assert begun.status_code == 202, begun.text
+        assert begun.json()["shadow"]["state"] == "running"
+        asked += [asyncio.create_task(site.complete("beta", max_tokens=8)) for _ in range(3)]
+        runtime = site.gateway.parts.runtime
+        await until(lambda: runtime.current.generation == before["generation"] + 1, "the switch")
         after = (await site.admin.get("/admin/policies")).json()
-        assert after["generation"] == before["generation"] + 1
-        assert "turns" in str(after)
+        assert after["policies"]["scheduling"]["use"] == "turns"
+        assert after["shadow"]["state"] == "switched"
+        assert after["shadow"]["models"][MODEL]["picks"] > 0
+        assert len(site.dispatcher.queue) > 0, "some still waited"
+        assert site.dispatcher.snapshot()["policy"] == "turns"
         done = await asyncio.gather(*asked)
-        assert [response.status_code for response in done] == [200] * 33
+        assert [response.status_code for response in done] == [200] * 83
         await site.at_rest()
+
+
+async def test_a_gateway_that_does_not_name_it_does_not_know_it(installed: Path, start: Any) -> None:
+    async with start(ready=False) as site:
+        answer = await site.admin.post("/admin/policies", json={"scheduling": {"use": "turns"}})
+        assert answer.status_code == 400
+        assert "turns" in answer.text
 
 
 def test_the_plugin_keeps_to_what_plugins_may_import() -> None:
