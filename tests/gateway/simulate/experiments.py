@@ -18,10 +18,12 @@ from policies.manager import make_manager, register
 from policies.registry import Registry
 from policies.scheduling.vtc import VtcConfig, VtcScheduler
 from policies.spi import PolicyContext, PolicySpec, hookimpl
+from policies.types import Job, TenantId
 
 SEEDS = (1, 2, 3)
 ALONE = "alone"
 NO_LIFT = "vtc_without_lift"
+BY_KEY = "vtc_by_key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,26 @@ class Unlifted(VtcScheduler):
         return 0.0
 
 
+class ByKey(VtcScheduler):
+    """VTC that takes every key for a tenant."""
+
+    def push(self, job: Job, now: float) -> None:
+        super().push(replace(job, tenant=TenantId(job.user or "")), now)
+
+
 class Plugin:
     @hookimpl
     def forebay_policies(self) -> list[PolicySpec]:
-        def make(config: VtcConfig, ctx: PolicyContext) -> Unlifted:
+        def unlifted(config: VtcConfig, ctx: PolicyContext) -> Unlifted:
             return Unlifted(config.tariff(), config.lengths())
 
-        return [PolicySpec("scheduling", NO_LIFT, VtcConfig, make, "VTC as it should not be.")]
+        def by_key(config: VtcConfig, ctx: PolicyContext) -> ByKey:
+            return ByKey(config.tariff(), config.lengths())
+
+        return [
+            PolicySpec("scheduling", NO_LIFT, VtcConfig, unlifted, "VTC as it should not be."),
+            PolicySpec("scheduling", BY_KEY, VtcConfig, by_key, "VTC over keys, as it should not be."),
+        ]
 
 
 def prepared(case: Case) -> LoadedScenario:
