@@ -30,7 +30,8 @@ def test_an_operator_watches_a_request_and_never_reads_it(server: Server) -> Non
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": f"{CANARY}. Say this again and count to a hundred."}],
-        "max_tokens": 200,
+        "max_tokens": 1000,
+        "ignore_eos": True,  # long enough to be seen on a fast machine
         "temperature": 0,
     }
     asking = threading.Thread(target=lambda: answers.append(server.post(body, "search", **{"x-request-id": "watched"})))

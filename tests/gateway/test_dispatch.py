@@ -179,8 +179,8 @@ async def test_jobs_go_only_to_workers_with_their_labels(start: Start) -> None:
         assert inflight["fast"] > 4
         assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
         nowhere = await site.complete("beta")
-        assert nowhere.status_code == 503
-        assert nowhere.json()["error"]["code"] == "no_worker"
+        assert nowhere.status_code == 403
+        assert nowhere.json()["error"]["code"] == "requirement_not_met"
 
 
 async def test_load_is_spread_over_equal_workers(start: Start) -> None:
