@@ -9,7 +9,7 @@ from tests.otlp import ReceivedSpan
 
 WIDTH = 44
 LEFT_OUT = {
-    "http.request.method", "http.route", "url.path", "url.scheme", "server.address", "server.port",
+    "forebay.kept", "http.request.method", "http.route", "url.path", "url.scheme", "server.address", "server.port",
     "network.protocol.name", "network.protocol.version", "forebay.request.id", "forebay.job.id", "forebay.stream",
     "forebay.policy.generation", "gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.response.model",
     "gen_ai.output.type", "gen_ai.request.stream", "gen_ai.request.top_p", "gen_ai.request.temperature",

@@ -225,7 +225,7 @@ async def test_nothing_of_a_request_is_kept_or_told(
     places["usage"] = usage
     found = {(mark, place) for place, text in places.items() for mark in marks if mark in text}
     ledger = {place for place in places if place.startswith("state/ledger.db")}
-    assert bool(ledger) is (quota == "ledger")
+    assert any((USER, place) in found for place in ledger) is (quota == "ledger"), "its files are searched"
     # Who used how much is what a ledger and the usage pages are for; what was asked is in neither.
     assert {(mark, place) for mark, place in found if place not in {"usage", *ledger}} == set()
     assert {mark for mark, _ in found} == {USER}
