@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import platform
 import secrets
 import sys
 import time
@@ -56,7 +55,7 @@ from gateway.telemetry import Telemetry, setup
 from gateway.tenants import Tenants
 from gateway.timed import unwrap
 from gateway.tls import Certificates
-from gateway.version import version
+from gateway.versions import of_workers, own
 from gateway.worker_slot import SlotOptions
 from policies.manager import make_manager, tenant_from_claims
 from policies.registry import Registry
@@ -95,8 +94,8 @@ def build(
         certificates = Certificates.of(settings, base_dir)
         state = folder(settings.state, base_dir)
         Operators.of(settings.admin, env)
-        metrics = Metrics(settings, versions=_versions())
-        telemetry = setup(settings, metrics, env=env)
+        metrics = Metrics(settings, versions=own())
+        telemetry = setup(settings, metrics, env=env, versions=own())
         runtime = Runtime(
             registry,
             PolicyContext(
@@ -173,6 +172,7 @@ def build(
     for dispatcher in dispatchers.values():
         metrics.add_source(model_gauges(dispatcher))
     metrics.add_source(worker_gauges(pools))
+    metrics.add_workers(lambda: of_workers(hello for model in models for hello in model.hellos))
     metrics.add_source(quota_gauges(runtime, tenants, time.monotonic))
     parts = Parts(
         registry=registry,
@@ -263,7 +263,3 @@ def _request_log(settings: Settings, base_dir: Path) -> RequestLog | None:
 def _relay(worker: str, line: str) -> None:
     """A worker's log line goes out as it came: it is a log line of our own kind, with the worker's name in it."""
     sys.stderr.write(f"{line}\n")
-
-
-def _versions() -> dict[str, str]:
-    return {"forebay": version(), "python": platform.python_version()}

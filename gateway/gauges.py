@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
 
@@ -191,6 +191,23 @@ def _workers(families: Mapping[str, GaugeMetricFamily], workers: Iterable[Worker
         families["worker_waiting"].add_metric([gauge.worker], gauge.waiting)
         for state, blocks in gauge.blocks.items():
             families["worker_kv_blocks"].add_metric([gauge.worker, state], blocks)
+
+
+class BuildInfo(Collector):
+    """``forebay_build_info``: the gateway's versions, in one series per kind of worker once there are workers."""
+
+    def __init__(self, versions: Mapping[str, str]) -> None:
+        """``versions``: the gateway's own."""
+        self._versions = dict(versions)
+        self.workers: Callable[[], Iterable[Mapping[str, str]]] = tuple
+        """What is told of each kind of worker, asked at every scrape: workers come and go."""
+
+    def collect(self) -> Iterable[InfoMetricFamily]:
+        """The family, for a scrape."""
+        family = InfoMetricFamily("forebay_build", "Versions.", labels=())
+        for worker in list(self.workers()) or [{}]:
+            family.add_metric((), {**self._versions, **worker})
+        return [family]
 
 
 _GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {

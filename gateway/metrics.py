@@ -4,7 +4,7 @@ Rules
 - One registry per gateway, nothing global. Written on the event loop; span counts also from the exporter's threads.
 - Labels are bounded: tenants and models that are not configured are counted under ``other``; worker, reason and policy
   names, which are ours or a plugin's, are capped. Random names never grow the series.
-- Exemplars carry trace ids, of kept traces only, in OpenMetrics only.
+- Exemplars carry trace ids, of kept traces only, in OpenMetrics only: what is observed when a request ends has them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from gateway.gauges import GaugeCollector, ServiceWindow, Source
+from gateway.gauges import BuildInfo, GaugeCollector, ServiceWindow, Source
 from gateway.log import RequestSummary
 from gateway.settings import Settings
 from policies.types import Charge
@@ -73,7 +73,7 @@ class Metrics:
         versions: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``versions``: values of the info metric (runtime, kernel, model and tokenizer hash …)."""
+        """``versions``: the gateway's own, for the info metric; see ``add_workers`` for the others."""
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # the library's only switch for the `_created` twin of each series
         self.registry = CollectorRegistry()
         self._workers = Names(room=256)
@@ -116,8 +116,8 @@ class Metrics:
         self._loop_lag = self._histogram(
             "event_loop_lag_seconds", "How late the event loop runs what is due.", _TOKEN_SECONDS
         )
-        self._info = Info("forebay_build", "Versions.", registry=self.registry)
-        self._info.info(dict(versions or {}))
+        self._build = BuildInfo(versions or {})
+        self.registry.register(self._build)
         self._gauges = GaugeCollector(
             self._window, self.tenant, self._class_of, lambda: self._weights, self._source_errors.inc
         )
@@ -135,9 +135,9 @@ class Metrics:
             for objective, seconds in service_class.slo.seconds().items():
                 self._objectives.labels(name, objective).set(seconds)
 
-    def set_versions(self, versions: Mapping[str, str]) -> None:
-        """Replace the info metric's values, once a worker's ``Hello`` has told its own."""
-        self._info.info(dict(versions))
+    def add_workers(self, versions: Callable[[], Iterable[Mapping[str, str]]]) -> None:
+        """Where the info metric finds, at every scrape, what runs behind the gateway (``versions.of_workers``)."""
+        self._build.workers = versions
 
     def add_source(self, source: Source) -> None:
         """Ask ``source`` for gauges at every scrape."""

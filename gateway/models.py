@@ -67,6 +67,11 @@ class ModelHandle:
         return any("embeddings" in hello.endpoints for hello in self._hellos.values())
 
     @property
+    def hellos(self) -> list[Hello]:
+        """What its connected workers told of themselves; the last one's word stays after it has gone."""
+        return list(self._hellos.values())
+
+    @property
     def loaded(self) -> bool:
         """Whether the tokenizer is there."""
         return self._tokenizer is not None

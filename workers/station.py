@@ -54,6 +54,17 @@ class ServedModel:
     grammars: Grammars | None = None
     """Compiles grammars for its vocabulary; None: requests with one are refused."""
 
+    def described(self) -> dict[str, str]:
+        """Versions and what runs on what, as far as known: for the info metric and the resource of every span."""
+        told = {
+            **self.versions,
+            "model_revision": self.revision,
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "device": self.device,
+            "dtype": self.dtype,
+        }
+        return {name: value for name, value in told.items() if value}
+
 
 class Station:
     """One worker. Belongs to the event loop, but for the callbacks that the engine thread makes."""
@@ -98,11 +109,10 @@ class Station:
 
     def serve(self, model: ServedModel) -> Hello:
         """Start the engine and greet. Returns what was said. Raises ValueError for a wrong ``OTEL_*`` variable."""
-        self._metrics = WorkerMetrics(
-            Sources(lambda: self._stats, self._evictions, model.memory), versions=model.versions
-        )
+        runs = model.described()
+        self._metrics = WorkerMetrics(Sources(lambda: self._stats, self._evictions, model.memory), versions=runs)
         self._tracing = setup_tracing(
-            model=self.model, worker=self.name, metrics=self._metrics, versions=model.versions, env=self._env
+            model=self.model, worker=self.name, metrics=self._metrics, versions=runs, env=self._env
         )
         port, self._stop_metrics = self._metrics.serve(*self._metrics_address)
         self._engine = Engine(

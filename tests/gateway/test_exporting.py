@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from gateway.telemetry import NO_TRACE, Telemetry, setup
 from tests.arch.source import ROOT
 from tests.gateway import tracing
 from tests.otlp import OtlpReceiver, check_tree, wait_until
+from workers import collector as where
+from workers.telemetry import SpanSink, exporter, resource
 
 
 @pytest.fixture
@@ -53,6 +56,34 @@ def test_a_full_queue_drops_whole_traces_and_counts_them(
     assert taken + lost == 900
     for spans in collector.traces().values():
         assert len(check_tree(spans).of(check_tree(spans).root)) == 8
+
+
+def test_the_default_bound_is_8192_spans(collector: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/telemetry.md: not one more waits, and the one too many is counted."""
+    monkeypatch.delenv("OTEL_BSP_MAX_QUEUE_SIZE", raising=False)
+    lost: list[tuple[str, int]] = []
+    target = where.target(collector.env)
+    assert target is not None
+    sink = SpanSink(
+        exporter(target),
+        resource({}, "forebay-gateway", None, {}),
+        on_dropped=lambda reason, spans: lost.append((reason, spans)),
+    )
+    goes_on = threading.Event()
+
+    def held() -> tuple[()]:
+        assert goes_on.wait(30)
+        return ()
+
+    assert sink.build(held, 8_191)
+    assert sink.build(held, 1)
+    assert not sink.build(held, 1)
+    assert lost == [("queue_full", 1)]
+    goes_on.set()
+    assert sink.flush(10)
+    assert sink.build(held, 8_192), "there is room again"
+    sink.shutdown()
+    assert lost == [("queue_full", 1)]
 
 
 @pytest.mark.parametrize("fault", ["refused", "blackholed", "failing", "slow"])

@@ -216,11 +216,6 @@ def test_both_formats_parse_and_exemplars_need_openmetrics(metrics: Metrics) -> 
     assert "_created" not in body.decode()
 
 
-def test_versions(metrics: Metrics) -> None:
-    metrics.set_versions({"runtime": "3.11", "model": "sha"})
-    assert value(metrics, "build_info", runtime="3.11", model="sha") == 1
-
-
 async def test_a_late_event_loop_shows(metrics: Metrics) -> None:
     """gateway F7: what happens before our handler runs is seen as the loop's lag."""
     task = asyncio.create_task(metrics.watch_loop(0.01))

@@ -8,11 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.workers import tiny_model
 from workers.config import EngineConfig
@@ -73,6 +75,14 @@ async def start(model: Path) -> AsyncIterator[Callable[..., Any]]:
         await worker.stop(0)
 
 
+def build_info(port: int) -> dict[str, str]:
+    """The labels of the worker's ``forebay_build_info``."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    (found,) = [sample for family in families for sample in family.samples if sample.name == "forebay_build_info"]
+    return dict(found.labels)
+
+
 async def outputs(messages: AsyncIterator[Any], request_id: str) -> list[int]:
     tokens: list[int] = []
     async with asyncio.timeout(60):
@@ -106,6 +116,14 @@ async def test_it_loads_serves_and_drains_on_request(start: Callable[..., Any]) 
     assert hello.kv_bytes_per_token == per_token
     assert hello.model_revision.startswith("sha256:")
     assert {"python", "torch", "attention"} <= hello.versions.keys()
+    assert await asyncio.to_thread(build_info, hello.metrics_port) == {
+        **hello.versions,
+        "model_revision": hello.model_revision,
+        "tokenizer_sha256": hello.tokenizer_sha256,
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    assert len(hello.tokenizer_sha256) == 64
 
     loaded = await log.event("model_loaded")
     assert loaded["weight_bytes"] == hello.weight_bytes > tiny_model.VOCAB * tiny_model.HIDDEN * 4
