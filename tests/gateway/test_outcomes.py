@@ -347,6 +347,7 @@ async def test_retried_on_another_worker(start: Start) -> None:
         async with start(changes, echo=Echo(die_after=8, step_s=0.005)) as site:
             traced = Traced(site, collector)
             trace, headers = traced.new()
+            await until(lambda: site.dispatcher.ready == 2, "both are ready: one of them gets both requests")
             warm = await traced.post("beta", {}, max_tokens=5)  # the other worker will live just long enough
             assert warm.status_code == 200
             call = await traced.leave("alpha", headers, max_tokens=7)
