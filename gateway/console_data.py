@@ -20,8 +20,9 @@ from gateway.tenants import EffectiveTenant
 from gateway.ticket import Ticket, TicketState
 from gateway.timed import unwrap
 from gateway.worker_handle import WorkerHandle, WorkerState
-from policies.spi import QuotaView
-from policies.types import LimitState, TenantId
+from policies.quota.limits import BUDGETS, PER_UNIT
+from policies.spi import QuotaAccounts, QuotaView
+from policies.types import LimitState, Principal, TenantId
 
 if TYPE_CHECKING:
     from gateway.service import Gateway
@@ -290,6 +291,20 @@ class ConsoleData:
         rows = [LimitRow(name, max(0, state.remaining), state.limit, state.reset_s) for name, state in states.items()]
         if limits.concurrent is not None and "concurrent" not in states:
             rows.append(LimitRow("concurrent", max(0, limits.concurrent - concurrent), limits.concurrent))
+        return rows + self._budgets(quota, tenant)
+
+    def _budgets(self, quota: object, tenant: EffectiveTenant) -> list[LimitRow]:
+        """What is left of this month's budgets, the tenant's own and its organisation's; money in whole units."""
+        if not isinstance(quota, QuotaAccounts):
+            return []
+        rows = []
+        for status in quota.status(tenant.accounts(Principal(tenant.id)), self._clock()):
+            if status.limit in BUDGETS:
+                money = BUDGETS[status.limit] == "currency"
+                unit, name = (PER_UNIT, self._gateway.settings.prices.currency) if money else (1, "tokens")
+                whose = "" if status.level == "tenant" else f", {status.level}"
+                left, whole = status.remaining // unit, status.maximum // unit
+                rows.append(LimitRow(f"{name} this month{whose}", left, whole, status.reset_s))
         return rows
 
     def _loads(self) -> dict[TenantId, _Load]:

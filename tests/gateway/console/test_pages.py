@@ -232,3 +232,21 @@ async def test_cached_blocks_are_shown_per_tenant_and_gone_after_a_purge(start: 
         await until(lambda: rows() == {"alpha": 0, "beta": 2}, "the purge shows")
         lines = (await site.admin.get("/metrics")).text
         assert 'forebay_worker_kv_blocks{state="cached",worker=' in lines
+
+
+async def test_what_is_left_of_a_months_budgets_is_shown(start: Start) -> None:
+    """In tokens and in money, the tenant's own and its organisation's."""
+    budget = {"tokens_per_month": 5000, "currency_per_month": 12.5}
+    changes = {
+        "organisations": [{"id": "acme", "limits": {"budget": {"tokens_per_month": 90_000}}}],
+        "tenants": [{"id": "alpha", "organisation": "acme", "limits": {"budget": budget}}, {"id": "beta"}],
+        "prices": {"currency": "EUR", "models": {MODEL: {"input": 1_000_000, "output": 1_000_000}}},
+    }
+    async with start(changes) as site:
+        answer = await site.complete("alpha", prompt=[5, 6, 7, 8], max_tokens=2)
+        assert answer.status_code == 200
+        page = text((await site.admin.get("/console/tenants?q=alpha")).text)
+        assert "tokens this month 4,994 / 5,000" in page
+        assert "EUR this month 6 / 12" in page
+        assert "tokens this month, organisation 89,994 / 90,000" in page
+        assert "this month" not in text((await site.admin.get("/console/tenants?q=beta")).text)
