@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -158,9 +159,14 @@ class Server:
         return openai.AsyncOpenAI(base_url=self.info["base_url"], api_key=token(tenant), max_retries=0, timeout=60)
 
     def workers(self) -> list[psutil.Process]:
-        """The worker processes."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if child.is_running() and "worker" in " ".join(child.cmdline())]
+        """The worker processes, told by their program: a gateway has other children (it checks grammars in one), and a
+        child that has not begun its own program yet still bears its parent's command line."""
+        found: list[psutil.Process] = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "workers.main" in child.cmdline() and child.ppid() == self.process.pid:
+                    found.append(child)
+        return found
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = 40) -> int:
         """Send a signal and wait for the end; the exit code."""
