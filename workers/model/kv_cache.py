@@ -4,6 +4,7 @@ Rules
 - Which block holds what is the engine's business (block_pool.py); here are only the bytes.
 - A token's slot is ``block * block_size + offset``: seen as ``[blocks * block_size, kv_heads * head_dim]``, every token
   is one contiguous row, so that a write is a row scatter and a read of any set of tokens a row gather.
+- What leaves the cache and comes back (tiers, other workers) is whole blocks as bytes: ``save``, ``restore``.
 - Never read a slot that the reading sequence has not written: another tenant's numbers would be in it.
 """
 
@@ -64,6 +65,8 @@ class KvCache:
         shape = (model.layers, 2, blocks + scratch, block_size, model.kv_heads, model.head_dim)
         self.blocks, self.block_size = blocks, block_size
         self.bytes_per_token = kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, dtype.itemsize)
+        self.block_bytes = block_size * self.bytes_per_token
+        """What ``save`` makes of one block: everything that its tokens left in the cache, in every layer."""
         try:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -98,3 +101,25 @@ class KvCache:
         if pairs:
             sources, targets = torch.tensor(pairs, device=self.data.device).unbind(1)
             self.data[:, :, targets] = self.data[:, :, sources]
+
+    def save(self, blocks: list[int]) -> Tensor:
+        """The bytes of ``blocks``, a uint8 tensor [len(blocks), block_bytes] in host memory: a copy, in this layout."""
+        held = self.data.index_select(2, torch.tensor(blocks, dtype=torch.int64, device=self.data.device))
+        return held.movedim(2, 0).contiguous().flatten(1).view(torch.uint8).cpu()
+
+    def restore(self, blocks: list[int], saved: Tensor) -> None:
+        """Put back into ``blocks`` what ``save`` made of as many. ValueError when ``saved`` is not of this cache."""
+        check_saved(saved, blocks, self.block_bytes)
+        if blocks:
+            one = self.data.select(2, 0).shape
+            back = saved.to(self.data.device).view(self.data.dtype).view(len(blocks), *one).movedim(0, 2)
+            self.data.index_copy_(2, torch.tensor(blocks, device=self.data.device), back)
+
+
+def check_saved(saved: Tensor, blocks: list[int], block_bytes: int) -> None:
+    """Raises ValueError unless ``saved`` can be what ``save`` made of as many blocks of ``block_bytes``."""
+    if saved.dtype != torch.uint8 or saved.shape != (len(blocks), block_bytes):
+        raise ValueError(
+            f"saved blocks are {saved.dtype} {list(saved.shape)}; for {len(blocks)} blocks of this cache they must be "
+            f"torch.uint8 [{len(blocks)}, {block_bytes}]"
+        )

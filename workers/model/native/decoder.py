@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workers.model import rope
 from workers.model.config import ModelConfig
-from workers.model.kv_cache import KvCacheSizeError
+from workers.model.kv_cache import KvCacheSizeError, check_saved
 from workers.model.native import pack
 from workers.model.native.abi import Layer, Linear, Model, Step, make
 from workers.model.native.build import NativeUnavailableError, load
@@ -53,6 +53,8 @@ class NativeCache:
         """Allocate, zeroed. Raises KvCacheSizeError when the memory is not there."""
         self.blocks, self.block_size = blocks, block_size
         self.bytes_per_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+        self.block_bytes = block_size * self.bytes_per_token
+        """What ``save`` makes of one block: everything that its tokens left in the cache, in every layer."""
         per_block = 2 * config.kv_heads * config.head_dim * block_size
         try:
             flat = pack.buffer(config.layers * blocks * per_block, dtype)
@@ -73,6 +75,18 @@ class NativeCache:
         if pairs:
             sources, targets = torch.tensor(pairs).unbind(1)
             self.data[:, targets] = self.data[:, sources]
+
+    def save(self, blocks: list[int]) -> Tensor:
+        """The bytes of ``blocks``, a uint8 tensor [len(blocks), block_bytes]: a copy, in this layout."""
+        held = self.data.index_select(1, torch.tensor(blocks, dtype=torch.int64))
+        return held.movedim(1, 0).contiguous().flatten(1).view(torch.uint8)
+
+    def restore(self, blocks: list[int], saved: Tensor) -> None:
+        """Put back into ``blocks`` what ``save`` made of as many. ValueError when ``saved`` is not of this cache."""
+        check_saved(saved, blocks, self.block_bytes)
+        if blocks:
+            back = saved.view(self.data.dtype).view(len(blocks), self.data.shape[0], -1).movedim(0, 1)
+            self.data.index_copy_(1, torch.tensor(blocks), back)
 
 
 @dataclass(slots=True)
