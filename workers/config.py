@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from policies.strict import StrictScalars
+from workers import techniques
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -78,6 +79,11 @@ class EngineConfig(StrictScalars):
     allocator: Literal["auto", "system", "tcmalloc", "jemalloc"] = "auto"
     """Memory allocator that a local launcher preloads; ``auto``: tcmalloc or jemalloc where one is installed."""
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _compatible(self) -> Self:
+        techniques.check(self)
+        return self
 
 
 def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, bytes: int) -> int:  # noqa: A002 - the field's word

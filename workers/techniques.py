@@ -1,0 +1,65 @@
+"""The engine's switches, and which of them exclude each other. No torch: the gateway refuses with the YAML path.
+
+Rules
+- A switch is a field of ``EngineConfig`` that is off by default; it is on when it differs from its default.
+- Two switches work together, or ``REFUSALS`` has the pair and says why and what to do. A test runs every pair.
+- An exact switch changes no token. A lossy one changes tokens by itself, and then every exact one leaves them alone.
+- What depends on the model or the device is refused where these are known (``model/loading.py``), not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workers.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One technique. ``field``: of ``EngineConfig``."""
+
+    field: str
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Two switches that cannot be on together. ``why`` ends with what to do."""
+
+    first: str
+    second: str
+    why: str
+
+
+SWITCHES: Sequence[Switch] = (
+    Switch("attention"),
+    Switch("mode"),
+    Switch("kv_cache_reuse"),
+    Switch("prefix_cache"),
+    Switch("max_chunk_tokens"),
+    Switch("cache_share"),
+)
+
+REFUSALS: Sequence[Refusal] = ()
+
+
+def is_on(config: EngineConfig, name: str) -> bool:
+    """Whether the field differs from its default."""
+    return bool(getattr(config, name) != type(config).model_fields[name].default)
+
+
+def check(config: EngineConfig, refusals: Sequence[Refusal] = REFUSALS) -> None:
+    """Raises ValueError naming both fields, their values, why they exclude each other and the remedy."""
+    for one in refusals:
+        if is_on(config, one.first) and is_on(config, one.second):
+            raise ValueError(
+                f"{_said(config, one.first)} and {_said(config, one.second)} exclude each other: {one.why}"
+            )
+
+
+def _said(config: EngineConfig, name: str) -> str:
+    value = getattr(config, name)
+    return f"{name}={value}" if isinstance(value, str | int | float) else name
