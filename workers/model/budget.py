@@ -91,17 +91,29 @@ def divide(model: ModelConfig, engine: EngineConfig, device: torch.device, dtype
 def weight_bytes(model: ModelConfig, width: int) -> int:
     """All weights of a decoder of the Llama family; a tied head counts once."""
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    layer = model.hidden * (query + 2 * key) + query * model.hidden + 3 * model.hidden * model.intermediate
+    layer = model.hidden * (query + 2 * key) + query * model.hidden
     layer += 2 * model.hidden + (query + 2 * key) * model.qkv_bias + model.hidden * model.output_bias
-    layer += (2 * model.intermediate + model.hidden) * model.mlp_bias + 2 * model.head_dim * model.qk_norm
-    return width * (model.layers * layer + model.vocab * model.hidden * (1 if model.tied else 2) + model.hidden)
+    layer += 2 * model.head_dim * model.qk_norm
+    rest = model.vocab * model.hidden * (1 if model.tied else 2) + model.hidden
+    return width * (model.layers * layer + _mlp_weights(model) + rest)
+
+
+def _mlp_weights(model: ModelConfig) -> int:
+    """Of all layers, how many numbers."""
+    hidden, moe = model.hidden, model.moe
+    plain = 3 * hidden * model.intermediate + (2 * model.intermediate + hidden) * model.mlp_bias
+    if moe is None:
+        return model.layers * plain
+    mixed = moe.experts * (hidden + 3 * hidden * moe.intermediate) + hidden * (3 * moe.shared + (moe.shared > 0))
+    return len(moe.dense) * plain + (model.layers - len(moe.dense)) * mixed
 
 
 def activation_bytes(model: ModelConfig, engine: EngineConfig, width: int) -> int:
     """What the widest layer and the sampler hold of a full step at once."""
     rows = engine.max_step_tokens
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
-    layer = rows * width * (3 * model.hidden + max(2 * heads, 4 * model.intermediate))
+    inner = model.intermediate if model.moe is None else model.moe.per_token * model.moe.intermediate + model.moe.shared
+    layer = rows * width * (3 * model.hidden + max(2 * heads, 4 * max(inner, model.intermediate)))
     running = rows if engine.max_running == "auto" else engine.max_running
     return layer + min(rows, running) * model.vocab * SAMPLED_BYTES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,23 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture of experts in place of a layer's MLP (``moe.py``)."""
+
+    experts: int
+    per_token: int
+    """Experts that each token is sent to."""
+    intermediate: int
+    """Of one expert."""
+    normalise: bool
+    """The chosen experts' weights are made to sum to 1."""
+    shared: int = 0
+    """Intermediate size of an expert that every token also goes to, 0 = none."""
+    dense: frozenset[int] = frozenset()
+    """Layers with a plain MLP instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +67,7 @@ class ModelConfig:
     """RMSNorm over each head of q and k, before the rotation (Qwen3)."""
     window: int | None = None
     """Some layer attends to so many latest tokens only. Contexts up to it are computed in full attention."""
+    moe: MoeConfig | None = None
 
 
 Fields = Mapping[str, Any]
@@ -66,6 +84,8 @@ class Family:
     qk_norm: bool = False
     windowed: Callable[[Fields], bool] = lambda fields: True
     """Whether ``sliding_window`` holds for any layer."""
+    moe: Callable[[Fields, str], MoeConfig] | None = None
+    """(fields, the file's name for errors) → its mixture of experts."""
 
 
 def _qwen_windowed(fields: Fields) -> bool:
@@ -77,10 +97,53 @@ def _qwen_windowed(fields: Fields) -> bool:
     return int(fields.get("max_window_layers", 0)) < int(fields["num_hidden_layers"])
 
 
+def _qwen_moe_windowed(fields: Fields) -> bool:
+    """Which layers it holds for differs between the two; either way some."""
+    return bool(fields.get("use_sliding_window", False))
+
+
+def _mixtral_experts(fields: Fields, where: str) -> MoeConfig:
+    """Softmax over all experts, the best few scaled to sum to 1: Mixtral's softmax over the best few."""
+    return MoeConfig(
+        *_routed(fields, "num_local_experts", where), _positive(fields, "intermediate_size", where), normalise=True
+    )
+
+
+def _qwen_experts(fields: Fields, where: str) -> MoeConfig:
+    """Every ``decoder_sparse_step``-th layer has experts, unless ``mlp_only_layers`` names it."""
+    step, layers = _positive(fields, "decoder_sparse_step", where, 1), _positive(fields, "num_hidden_layers", where)
+    named = _ids(fields.get("mlp_only_layers"))
+    return MoeConfig(
+        *_routed(fields, "num_experts", where),
+        _positive(fields, "moe_intermediate_size", where),
+        normalise=_flag(fields, "norm_topk_prob", where),
+        dense=frozenset(layer for layer in range(layers) if layer in named or (layer + 1) % step),
+    )
+
+
+def _qwen2_experts(fields: Fields, where: str) -> MoeConfig:
+    """As Qwen3's, and one that every token goes to."""
+    return replace(_qwen_experts(fields, where), shared=_positive(fields, "shared_expert_intermediate_size", where))
+
+
+def _routed(fields: Fields, name: str, where: str) -> tuple[int, int]:
+    """Experts in all, and how many a token is sent to. Newer transformers writes ``num_local_experts`` for all."""
+    name = name if fields.get(name) is not None else "num_local_experts"
+    experts, chosen = _positive(fields, name, where), _positive(fields, "num_experts_per_tok", where)
+    if chosen > experts:
+        raise ModelStoreError(f"{where}: num_experts_per_tok={chosen} exceeds {name}={experts}")
+    return experts, chosen
+
+
 FAMILIES: Mapping[str, Family] = {
     "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, mlp_bias=False),
     "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, mlp_bias=False, windowed=_qwen_windowed),
     "Qwen3ForCausalLM": Family(mlp_bias=False, qk_norm=True, windowed=_qwen_windowed),
+    "MixtralForCausalLM": Family(qkv_bias=False, output_bias=False, mlp_bias=False, moe=_mixtral_experts),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias=True, output_bias=False, mlp_bias=False, windowed=_qwen_moe_windowed, moe=_qwen2_experts
+    ),
+    "Qwen3MoeForCausalLM": Family(mlp_bias=False, qk_norm=True, windowed=_qwen_moe_windowed, moe=_qwen_experts),
 }
 """Others, also a plugin's, are read as Llama."""
 
@@ -148,11 +211,12 @@ def parse_config(fields: Fields, generation: Fields, where: str) -> ModelConfig:
         tied=bool(fields.get("tie_word_embeddings", False)),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         eos_ids=_ids(generation.get("eos_token_id")) or _ids(fields.get("eos_token_id")),
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        qkv_bias=_qkv_bias(fields, where, attention_bias if family.qkv_bias is None else family.qkv_bias),
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         window=_positive(fields, "sliding_window", where) if windowed else None,
+        moe=family.moe(fields, where) if family.moe is not None else None,
     )
 
 
@@ -190,6 +254,11 @@ def _positive(fields: Fields, name: str, where: str, default: int | None = None)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelStoreError(f"{where}: {name}={value!r} must be a positive whole number")
     return value
+
+
+def _qkv_bias(fields: Fields, where: str, default: bool) -> bool:
+    """Qwen2-MoE names it."""
+    return default if fields.get("qkv_bias") is None else _flag(fields, "qkv_bias", where)
 
 
 def _flag(fields: Fields, name: str, where: str) -> bool:

@@ -22,7 +22,7 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries, keys, values [rows, heads, head_dim]) → [rows, heads * head_dim]."""
 
 
-def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     """A linear around ``weight`` [out, in]; a module, so that hooks can count what runs through it."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
@@ -31,24 +31,48 @@ def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     return made
 
 
+class GatedMlp(nn.Module):
+    """down(silu(gate(x)) · up(x)) (Shazeer 2020, arXiv:2002.05202), gate and up as one linear."""
+
+    def __init__(
+        self,
+        take: LayerWeights,
+        prefix: str,
+        hidden: int,
+        inner: int,
+        biased: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        """Takes ``<prefix>.<name>`` of gate, up and down."""
+        super().__init__()
+        gate, up, down = (f"{prefix}.{name}" for name in names)
+        self.gate_up = linear(*take.fused((gate, up), (inner, inner), hidden, biased))
+        self.down = linear(*take.fused((down,), (hidden,), inner, biased))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [rows, hidden] → [rows, hidden]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        result: Tensor = self.down(silu(gate) * up)
+        return result
+
+
 class LlamaLayer(nn.Module):
     """One block: attention, then the gated MLP, each behind a norm and added to its input."""
 
     def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
         super().__init__()
         self._config, self._index = config, index
-        hidden, ffn, head_dim = config.hidden, config.intermediate, config.head_dim
+        hidden, head_dim = config.hidden, config.head_dim
         query, key = config.heads * head_dim, config.kv_heads * head_dim
         take = LayerWeights(weights, index)
-        attention, mlp = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
+        attention = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self.input_norm = take.weight("input_layernorm", hidden)
         self.post_norm = take.weight("post_attention_layernorm", hidden)
         self.query_norm = take.weight("self_attn.q_norm", head_dim) if config.qk_norm else None
         self.key_norm = take.weight("self_attn.k_norm", head_dim) if config.qk_norm else None
-        self.qkv = _linear(*take.fused(attention, (query, key, key), hidden, config.qkv_bias))
-        self.output = _linear(*take.fused(("self_attn.o_proj",), (hidden,), query, config.output_bias))
-        self.gate_up = _linear(*take.fused(mlp, (ffn, ffn), hidden, config.mlp_bias))
-        self.down = _linear(*take.fused(("mlp.down_proj",), (hidden,), ffn, config.mlp_bias))
+        self.qkv = linear(*take.fused(attention, (query, key, key), hidden, config.qkv_bias))
+        self.output = linear(*take.fused(("self_attn.o_proj",), (hidden,), query, config.output_bias))
+        self.mlp = self._mlp(config, index, take)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
         """x [rows, hidden] → [rows, hidden]; cos and sin [rows, 1, head_dim / 2]."""
@@ -64,22 +88,28 @@ class LlamaLayer(nn.Module):
         turned = rope.rotate(turned, cos, sin)
         queries, keys = turned[:, : config.heads], turned[:, config.heads :]
         x = x + self.output(attend(self._index, queries, keys, parts[:, both:]))
-        gate, up = self.gate_up(rms_norm(x, (config.hidden,), self.post_norm, config.rms_eps)).chunk(2, dim=-1)
-        result: Tensor = x + self.down(silu(gate) * up)
+        result: Tensor = x + self.mlp(rms_norm(x, (config.hidden,), self.post_norm, config.rms_eps))
         return result
+
+    def _mlp(self, config: ModelConfig, index: int, take: LayerWeights) -> nn.Module:
+        """What stands behind attention: [rows, hidden] → [rows, hidden]."""
+        return GatedMlp(take, "mlp", config.hidden, config.intermediate, config.mlp_bias)
 
 
 class LlamaDecoder(nn.Module):
     """The whole decoder. Raises ModelStoreError when a weight is missing or has another shape."""
 
+    layer: type[LlamaLayer] = LlamaLayer
+    """What it is made of."""
+
     def __init__(self, config: ModelConfig, weights: Weights, max_context: int) -> None:
         super().__init__()
         self.config = config
         self.embedding = weights.take("model.embed_tokens.weight", (config.vocab, config.hidden))
-        self.layers = nn.ModuleList(LlamaLayer(config, index, weights) for index in range(config.layers))
+        self.layers = nn.ModuleList(self.layer(config, index, weights) for index in range(config.layers))
         self.norm = weights.take("model.norm.weight", (config.hidden,))
         head = self.embedding if config.tied else weights.take("lm_head.weight", (config.vocab, config.hidden))
-        self.head = _linear(head)
+        self.head = linear(head)
         cos, sin = rope.table(config.rope, config.head_dim, max_context)
         self._cos, self._sin = (part.to(head.device, head.dtype)[:, None] for part in (cos, sin))
 

@@ -195,7 +195,9 @@ def _torch(
     decoder = architecture(config.architecture, architectures)(config, weights, max_context)
     chosen = choose(engine.attention, AttentionShape(config.heads, config.kv_heads, config.head_dim, dtype), device)
     attention = chosen.backend
-    recorded = device.type == "cuda" and engine.cuda_graphs and hasattr(attention, "hold")
+    # Which experts have rows is asked of the device in every step, which no recording does.
+    able = hasattr(attention, "hold") and config.moe is None
+    recorded = device.type == "cuda" and engine.cuda_graphs and able
     cache = KvCache(config, blocks, engine.block_size, dtype, device, scratch=recorded)
     graphs = None
     if recorded:

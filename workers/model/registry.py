@@ -13,8 +13,12 @@ BUILTIN: Mapping[str, str] = {
     "MistralForCausalLM": "workers.model.llama:LlamaDecoder",
     "Qwen2ForCausalLM": "workers.model.llama:LlamaDecoder",
     "Qwen3ForCausalLM": "workers.model.llama:LlamaDecoder",
+    "MixtralForCausalLM": "workers.model.moe:MoeDecoder",
+    "Qwen2MoeForCausalLM": "workers.model.moe:MoeDecoder",
+    "Qwen3MoeForCausalLM": "workers.model.moe:MoeDecoder",
 }
-"""One decoder: where they differ (biases, norms of q and k, windows) ``config.py`` says so."""
+"""One decoder, and the same with experts in place of its MLPs: where they differ (biases, norms of q and k, windows)
+``config.py`` says so."""
 
 
 def architecture(name: str, table: Mapping[str, str] = BUILTIN) -> Any:

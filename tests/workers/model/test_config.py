@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from workers.model.config import RopeConfig, parse_config, read_config
+from workers.model.config import MoeConfig, RopeConfig, parse_config, read_config
 from workers.model.llama import LlamaDecoder
 from workers.model.registry import architecture
 from workers.model_store import ModelStoreError
@@ -71,6 +71,45 @@ def test_what_is_not_built_is_refused(changes: dict[str, Any], message: str) -> 
     assert str(caught.value).startswith("dir/config.json: ")
 
 
+ROUTED = {
+    "num_experts": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "expected"),
+    [
+        ("MixtralForCausalLM", {}, MoeConfig(4, 2, 128, True)),
+        ("Qwen2MoeForCausalLM", {}, MoeConfig(8, 2, 32, False, 48)),
+        ("Qwen3MoeForCausalLM", {"norm_topk_prob": True}, MoeConfig(8, 2, 32, True)),
+        ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, MoeConfig(8, 2, 32, False, 0, frozenset({0}))),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [1, 9]}, MoeConfig(8, 2, 32, False, 0, frozenset({1}))),
+        ("Qwen3MoeForCausalLM", {"num_experts": None}, MoeConfig(4, 2, 32, False)),
+        ("Qwen3ForCausalLM", {}, None),
+    ],
+)
+def test_experts_of_the_families(architecture: str, changes: dict[str, Any], expected: MoeConfig | None) -> None:
+    assert parse(architectures=[architecture], **{**ROUTED, **changes}).moe == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("MixtralForCausalLM", {"num_local_experts": None}, "num_local_experts=None must be"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 exceeds num_local_experts=4"),
+        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be"),
+        ("Qwen3MoeForCausalLM", {"norm_topk_prob": 1.5}, "norm_topk_prob=1.5 must be true or false"),
+    ],
+)
+def test_wrong_experts_are_named(architecture: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelStoreError, match=message):
+        parse(architectures=[architecture], **{**ROUTED, **changes})
+
+
 QWEN = {"sliding_window": 64, "use_sliding_window": True}
 
 
@@ -100,6 +139,10 @@ def test_whose_window_counts(architecture: str, changes: dict[str, Any], window:
         ("Qwen2ForCausalLM", {}, (True, False, False, False)),
         ("Qwen3ForCausalLM", {}, (False, False, False, True)),
         ("Qwen3ForCausalLM", {"attention_bias": True}, (True, True, False, True)),
+        ("MixtralForCausalLM", {**ROUTED, "attention_bias": True}, (False, False, False, False)),
+        ("Qwen2MoeForCausalLM", ROUTED, (True, False, False, False)),
+        ("Qwen2MoeForCausalLM", {**ROUTED, "qkv_bias": False}, (False, False, False, False)),
+        ("Qwen3MoeForCausalLM", ROUTED, (False, False, False, True)),
     ],
 )
 def test_biases_and_norms_of_the_families(
