@@ -127,7 +127,7 @@ def _cache(directory: Path, engine: EngineConfig, model: Model) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     size = _BYTES.get(engine.dtype, 2)  # auto: at least two
-    block = engine.block_size * kv_bytes_per_token(layers, kv_heads, head_dim, size)
+    block = engine.block_size * kv_bytes_per_token(layers, kv_heads, head_dim, size, engine.kv_dtype)
     blocks = engine.blocks if engine.blocks is not None or engine.kv_cache == "auto" else engine.kv_cache // block
     if blocks is None:
         return None

@@ -52,6 +52,9 @@ class EngineConfig(StrictScalars):
     block_size: int = Field(16, ge=1, le=256)
     kv_cache: Annotated[Annotated[int, Field(gt=0)] | Literal["auto"], BeforeValidator(_bytes_or_auto)] = 2**30
     """Bytes for keys and values; whole blocks that fit are made at start. ``auto``: what the device has left."""
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """How keys and values are kept: ``auto`` as the model computes, else a byte per number and a scale per token and
+    head (``model/kv_format.py``): about half of bfloat16's bytes, answers that differ slightly."""
     memory_margin: float = Field(0.05, ge=0, lt=1)
     """Part of the device's free memory that is planned for nothing (``model/budget.py``)."""
     blocks: int | None = Field(None, ge=2)
@@ -86,6 +89,17 @@ class EngineConfig(StrictScalars):
         return self
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, bytes: int) -> int:  # noqa: A002 - the field's word
-    """Bytes that one token's keys and values occupy over all layers (``bytes`` = size of one element)."""
-    return 2 * layers * kv_heads * head_dim * bytes
+KV_SCALE_BYTES = 2
+"""Of the scale (bfloat16) that a token's keys, or values, of one head have where ``kv_dtype`` is not ``auto``."""
+
+
+def kv_bytes_per_token(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    bytes: int,  # noqa: A002 - the field's word
+    kv_dtype: str = "auto",
+) -> int:
+    """Bytes that one token's keys and values occupy over all layers (``bytes``: of one of the model's numbers)."""
+    head = head_dim * bytes if kv_dtype == "auto" else head_dim + KV_SCALE_BYTES
+    return 2 * layers * kv_heads * head

@@ -199,7 +199,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
         device=loaded.device,
         dtype=loaded.dtype,
         grammars=GrammarDesk(lambda: Vocabulary.load(files.dir, eos=loaded.eos_ids, size=loaded.vocab_size)),
-        versions=versions(loaded.attention),
+        versions=versions(loaded.attention, loaded.kv_dtype),
         memory=lambda: held(loaded.device, loaded.weight_bytes, loaded.cache_tokens * loaded.kv_bytes_per_token),
     )
 
@@ -221,6 +221,7 @@ def figures(loaded: LoadedModel) -> dict[str, object]:
         "attention": loaded.attention,
         **({"attention_passed_over": loaded.fallback} if loaded.fallback else {}),
         "weight_bytes": loaded.weight_bytes,
+        "kv_dtype": loaded.kv_dtype,
         "kv_bytes_per_token": loaded.kv_bytes_per_token,
         "kv_bytes": loaded.cache_tokens * loaded.kv_bytes_per_token,
         "blocks": loaded.blocks,
@@ -232,9 +233,9 @@ def figures(loaded: LoadedModel) -> dict[str, object]:
     }
 
 
-def versions(attention: str) -> dict[str, str]:
+def versions(attention: str, kv_dtype: str) -> dict[str, str]:
     """Versions for Hello, metrics and traces."""
-    found = {"python": platform.python_version(), "attention": attention}
+    found = {"python": platform.python_version(), "attention": attention, "kv_dtype": kv_dtype}
     for name in _VERSIONED:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)

@@ -36,6 +36,7 @@ class Sources:
     """Cumulative, by reason."""
     memory: Callable[[], Mapping[str, int]] = dict
     """Bytes by kind: ``weights``, ``kv``, ``activations``, ``free``."""
+    kv_bytes_per_token: int = 0
 
 
 class _Reader(Collector):
@@ -44,15 +45,17 @@ class _Reader(Collector):
         self._busy = busy
 
     def describe(self) -> Iterable[Metric]:
-        return self._families(WorkerStats(), {}, {}, 0.0)
+        return self._families(WorkerStats(), {}, {}, 0.0, 0)
 
     def collect(self) -> Iterable[Metric]:
         sources = self._sources
-        return self._families(sources.stats(), sources.evictions(), sources.memory(), self._busy())
+        return self._families(
+            sources.stats(), sources.evictions(), sources.memory(), self._busy(), sources.kv_bytes_per_token
+        )
 
     @staticmethod
     def _families(
-        stats: WorkerStats, evictions: Mapping[str, int], memory: Mapping[str, int], busy: float
+        stats: WorkerStats, evictions: Mapping[str, int], memory: Mapping[str, int], busy: float, per_token: int
     ) -> list[Metric]:
         blocks = GaugeMetricFamily("forebay_engine_kv_blocks", "KV blocks.", labels=["state"])
         for state, count in (
@@ -71,6 +74,9 @@ class _Reader(Collector):
             GaugeMetricFamily("forebay_engine_running", "Sequences that run.", value=stats.running),
             GaugeMetricFamily("forebay_engine_waiting", "Sequences that wait for a slot.", value=stats.waiting),
             blocks,
+            GaugeMetricFamily(
+                "forebay_engine_kv_bytes_per_token", "Bytes of a token's keys and values.", value=per_token
+            ),
             CounterMetricFamily("forebay_engine_preemptions", "Sequences that lost their blocks.", stats.preemptions),
             CounterMetricFamily(
                 "forebay_engine_prefix_cache_queries_tokens", "Prompt tokens looked up.", stats.query_tokens

@@ -110,7 +110,8 @@ class Station:
     def serve(self, model: ServedModel) -> Hello:
         """Start the engine and greet. Returns what was said. Raises ValueError for a wrong ``OTEL_*`` variable."""
         runs = model.described()
-        self._metrics = WorkerMetrics(Sources(lambda: self._stats, self._evictions, model.memory), versions=runs)
+        sources = Sources(lambda: self._stats, self._evictions, model.memory, model.kv_bytes_per_token)
+        self._metrics = WorkerMetrics(sources, versions=runs)
         self._tracing = setup_tracing(
             model=self.model, worker=self.name, metrics=self._metrics, versions=runs, env=self._env
         )

@@ -41,6 +41,7 @@ SWITCHES: Sequence[Switch] = (
     Switch("prefix_cache"),
     Switch("max_chunk_tokens"),
     Switch("cache_share"),
+    Switch("kv_dtype", exact=False),
 )
 
 REFUSALS: Sequence[Refusal] = ()

@@ -109,6 +109,7 @@ def test_sources_and_caches_are_looked_at(tmp_path: Path) -> None:
     )
     assert "at least 1114112 bytes" in problem
     assert checked(tmp_path, pools=[{"name": "p", "engine": {"kv_cache": 1_114_112, "dtype": "float32"}}]) == []
+    assert checked(tmp_path, pools=[{"name": "p", "engine": {"kv_cache": 400_000, "kv_dtype": "int8"}}]) == []
     (tmp_path / "model" / "model.safetensors").unlink()
     assert "has no *.safetensors" in checked(tmp_path)[0]
 

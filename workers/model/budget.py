@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from workers.config import EngineConfig
+from workers.config import EngineConfig, kv_bytes_per_token
 from workers.model.config import ModelConfig
 from workers.model.kv_cache import KvCacheSizeError, block_count
 
@@ -74,7 +74,7 @@ def divide(model: ModelConfig, engine: EngineConfig, device: torch.device, dtype
     activations = activation_bytes(model, engine, dtype.itemsize)
     buffers = CUDA_BUFFERS if device.type == "cuda" else CPU_BUFFERS
     buffers += context * model.head_dim * dtype.itemsize + rows * 64
-    per_token = 2 * model.layers * model.kv_heads * model.head_dim * dtype.itemsize
+    per_token = kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, dtype.itemsize, engine.kv_dtype)
     left = free - margin - weights - activations - buffers
     blocks = block_count(engine, per_token, left if device.type == "cuda" else left // 2)
     kv = blocks * engine.block_size * per_token

@@ -1,9 +1,10 @@
-"""Paged keys and values: one tensor ``[layers, 2, blocks, block_size, kv_heads, head_dim]``.
+"""Paged keys and values: one tensor ``[layers, 2, blocks, block_size, kv_heads, head_dim]``, or bytes of as many rows.
 
 Rules
 - Which block holds what is the engine's business (block_pool.py); here are only the bytes.
 - A token's slot is ``block * block_size + offset``: seen as ``[blocks * block_size, kv_heads * head_dim]``, every token
   is one contiguous row, so that a write is a row scatter and a read of any set of tokens a row gather.
+- What a quantised cache holds is what everybody reads, also the step that wrote it: else chunks would change answers.
 - What leaves the cache and comes back (tiers, other workers) is whole blocks as bytes: ``save``, ``restore``.
 - Never read a slot that the reading sequence has not written: another tenant's numbers would be in it.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from workers.config import EngineConfig, kv_bytes_per_token
 from workers.model.config import ModelConfig
+from workers.model.kv_format import FORMATS, KvFormat
 
 
 class KvCacheSizeError(ValueError):
@@ -62,20 +64,28 @@ class KvCache:
 
         Raises KvCacheSizeError when the device has not the memory.
         """
-        shape = (model.layers, 2, blocks + scratch, block_size, model.kv_heads, model.head_dim)
-        self.blocks, self.block_size = blocks, block_size
-        self.bytes_per_token = kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, dtype.itemsize)
+        self.blocks, self.block_size, self._model, self._dtype = blocks, block_size, model, dtype
+        self.bytes_per_token = self._bytes_per_token()
         self.block_bytes = block_size * self.bytes_per_token
         """What ``save`` makes of one block: everything that its tokens left in the cache, in every layer."""
+        row, held = self._row()
         try:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
+            self.data = torch.zeros((model.layers, 2, blocks + scratch, block_size, *row), dtype=held, device=device)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise KvCacheSizeError(
                 f"{blocks} blocks of keys and values ({blocks * block_size * self.bytes_per_token} bytes) do not fit "
                 f"on {device}; lower engine.kv_cache or engine.blocks"
             ) from error
-        rows = self.data.view(model.layers, 2, shape[2] * block_size, model.kv_heads * model.head_dim)
+        rows = self.data.view(model.layers, 2, (blocks + scratch) * block_size, -1)
         self._rows = [(rows[layer, 0], rows[layer, 1]) for layer in range(model.layers)]
+
+    def _bytes_per_token(self) -> int:
+        model = self._model
+        return kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, self._dtype.itemsize)
+
+    def _row(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of what a token's keys, or values, take in one layer."""
+        return (self._model.kv_heads, self._model.head_dim), self._dtype
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """(keys, values) of a layer, each a view [blocks * block_size, kv_heads * head_dim] indexed by slot."""
@@ -90,6 +100,16 @@ class KvCache:
         key_rows, value_rows = self._rows[layer]
         key_rows.index_copy_(0, slots, keys.reshape(len(slots), -1))
         value_rows.index_copy_(0, slots, values.reshape(len(slots), -1))
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at ``slots`` [tokens], each [tokens, kv_heads, head_dim] in the model's type."""
+        heads, dim = self._model.kv_heads, self._model.head_dim
+        keys, values = (rows.index_select(0, slots).view(len(slots), heads, dim) for rows in self._rows[layer])
+        return keys, values
+
+    def kept(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``gather`` gives for them once they are written."""
+        return keys, values
 
     def zero(self, blocks: list[int]) -> None:
         """Overwrite blocks with zeros in every layer."""
@@ -114,6 +134,63 @@ class KvCache:
             one = self.data.select(2, 0).shape
             back = saved.to(self.data.device).view(self.data.dtype).view(len(blocks), *one).movedim(0, 2)
             self.data.index_copy_(2, torch.tensor(blocks, device=self.data.device), back)
+
+
+class QuantisedKvCache(KvCache):
+    """Keys and values in eight bits: ``[layers, 2, blocks, block_size, bytes of a token's row]``, see ``kv_format``."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        held: KvFormat,
+    ) -> None:
+        """Allocate; ``dtype`` is what the model computes in. Raises KvCacheSizeError when the memory is not there."""
+        self._format = held
+        super().__init__(model, blocks, block_size, dtype, device)
+
+    def _bytes_per_token(self) -> int:
+        model = self._model
+        return kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, self._dtype.itemsize, self._format.name)
+
+    def _row(self) -> tuple[tuple[int, ...], torch.dtype]:
+        return (self.bytes_per_token // (2 * self._model.layers),), torch.uint8
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """As ``KvCache.write``, rounded to the format."""
+        for rows, new in zip(self._rows[layer], (keys, values), strict=True):
+            rows.index_copy_(0, slots, self._format.pack(new))
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``KvCache.gather``."""
+        keys, values = (self._unpacked(rows.index_select(0, slots)) for rows in self._rows[layer])
+        return keys, values
+
+    def kept(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``KvCache.kept``."""
+        return self._unpacked(self._format.pack(keys)), self._unpacked(self._format.pack(values))
+
+    def _unpacked(self, rows: Tensor) -> Tensor:
+        return self._format.unpack(rows, self._model.kv_heads, self._dtype)
+
+
+def make_cache(
+    model: ModelConfig,
+    blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    kv_dtype: str = "auto",
+    scratch: bool = False,
+) -> KvCache:
+    """The cache that ``engine.kv_dtype`` names. Raises KvCacheSizeError when the device has not the memory."""
+    if kv_dtype == "auto":
+        return KvCache(model, blocks, block_size, dtype, device, scratch=scratch)
+    return QuantisedKvCache(model, blocks, block_size, dtype, device, FORMATS[kv_dtype])
 
 
 def check_saved(saved: Tensor, blocks: list[int], block_bytes: int) -> None:

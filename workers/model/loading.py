@@ -16,7 +16,7 @@ from workers.model.attention import AttentionShape, choose
 from workers.model.budget import Budget, divide
 from workers.model.config import ModelConfig, parse_config, read_config
 from workers.model.graphs import LARGEST, CudaRecorder, DecodeGraphs, GraphBackend
-from workers.model.kv_cache import KvCache, KvCacheSizeError
+from workers.model.kv_cache import KvCacheSizeError, make_cache
 from workers.model.native.build import NativeUnavailableError
 from workers.model.native.decoder import NativeCache, NativeDecoder, unsupported
 from workers.model.native.runner import NativeRunner
@@ -49,6 +49,8 @@ class LoadedModel:
     """The backend in use; the native kernel also names its instruction set."""
     budget: Budget
     """How the memory was divided before loading."""
+    kv_dtype: str = "float32"
+    """What keys and values are kept in: ``dtype``, int8 or fp8."""
     device_name: str = ""
     """What a GPU calls itself."""
     fallback: str | None = None
@@ -66,7 +68,7 @@ class LoadedModel:
             "architecture": f"{self.config.architecture}, {self.config.layers} layers, context {self.max_context}",
             "runs on": f"{self.device}, {self.dtype}, attention {self.attention}",
             "weights": f"{self.weight_bytes:,} bytes",
-            "KV per token": f"{self.kv_bytes_per_token:,} bytes",
+            "KV per token": f"{self.kv_bytes_per_token:,} bytes, {self.kv_dtype}",
             "KV cache": f"{self.cache_tokens * self.kv_bytes_per_token:,} bytes in {self.blocks:,} blocks of "
             f"{self.block_size}",
             "cache holds": f"{self.cache_tokens:,} tokens, about {self.cache_tokens // MEAN_REQUEST_TOKENS:,} requests "
@@ -118,7 +120,6 @@ def load(
             f"engine.max_context: {config.window} or less (now {max_context})"
         )
     with opened, torch.no_grad():
-        per_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
         budget = divide(config, engine, device, dtype, max_context)
         blocks = budget.blocks
         target = architectures.get(config.architecture)
@@ -144,13 +145,14 @@ def load(
         blocks=blocks,
         block_size=engine.block_size,
         weight_bytes=made.weight_bytes,
-        kv_bytes_per_token=per_token,
+        kv_bytes_per_token=made.runner.cache.bytes_per_token,
         revision=files.revision,
         tokenizer_sha256=files.tokenizer_sha256,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         attention=made.attention,
         budget=budget,
+        kv_dtype=str(dtype).removeprefix("torch.") if engine.kv_dtype == "auto" else engine.kv_dtype,
         device_name=device_name(device),
         fallback=(made.passed_over if device.type != "cpu" else reason) if engine.attention == "auto" else None,
     )
@@ -169,6 +171,8 @@ def _why_not_native(
 ) -> str | None:
     if engine.attention not in ("auto", "native"):
         return f"engine.attention={engine.attention}"
+    if engine.kv_dtype != "auto":
+        return f"engine.kv_dtype={engine.kv_dtype} is not one of auto"
     if target != BUILTIN["LlamaForCausalLM"]:
         return f"architecture {config.architecture} runs in torch only"
     return unsupported(config, engine.block_size, dtype, device)
@@ -193,12 +197,13 @@ def _torch(
     architectures: Mapping[str, str],
 ) -> _Made:
     decoder = architecture(config.architecture, architectures)(config, weights, max_context)
-    chosen = choose(engine.attention, AttentionShape(config.heads, config.kv_heads, config.head_dim, dtype), device)
+    shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, dtype, engine.kv_dtype)
+    chosen = choose(engine.attention, shape, device)
     attention = chosen.backend
     # Which experts have rows is asked of the device in every step, which no recording does.
     able = hasattr(attention, "hold") and config.moe is None
     recorded = device.type == "cuda" and engine.cuda_graphs and able
-    cache = KvCache(config, blocks, engine.block_size, dtype, device, scratch=recorded)
+    cache = make_cache(config, blocks, engine.block_size, dtype, device, kv_dtype=engine.kv_dtype, scratch=recorded)
     graphs = None
     if recorded:
         most = min(

@@ -25,6 +25,8 @@ class AttentionShape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype = torch.float32
+    kv_dtype: str = "auto"
+    """``engine.kv_dtype``."""
 
     @property
     def group(self) -> int:
@@ -35,6 +37,11 @@ class AttentionShape:
     def scale(self) -> float:
         """1 / sqrt(head_dim)."""
         return float(self.head_dim**-0.5)
+
+
+def as_computed_only(shape: AttentionShape) -> str | None:
+    """Why a kernel that reads the cache's pages by itself cannot run on quantised ones; None where they are not."""
+    return None if shape.kv_dtype == "auto" else f"kv_dtype={shape.kv_dtype} is read by native, batched and reference"
 
 
 class AttentionBackend(Protocol):

@@ -66,25 +66,21 @@ class BatchedAttention:
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, cache: KvCache, step: _Step) -> Tensor:
         """As ``AttentionBackend.attend``."""
         shape = self._shape
-        key_rows, value_rows = cache.rows(layer)
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for group in step.decodes:
             # The query heads of one key head become its rows: no key is copied per query head.
             q = queries[group.rows].reshape(group.count, shape.kv_heads, shape.group, shape.head_dim)
             k, v = (
-                rows.index_select(0, group.slots).view(group.count, -1, shape.kv_heads, shape.head_dim).transpose(1, 2)
-                for rows in (key_rows, value_rows)
+                part.view(group.count, -1, shape.kv_heads, shape.head_dim).transpose(1, 2)
+                for part in cache.gather(layer, group.slots)
             )
             found = scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
             output[group.rows] = found.reshape(group.count, shape.heads, shape.head_dim)
         for prompt in step.prompts:
             if prompt.slots is None:
-                k, v = keys[prompt.rows], values[prompt.rows]
+                k, v = cache.kept(keys[prompt.rows], values[prompt.rows])
             else:
-                k, v = (
-                    rows.index_select(0, prompt.slots).view(-1, shape.kv_heads, shape.head_dim)
-                    for rows in (key_rows, value_rows)
-                )
+                k, v = cache.gather(layer, prompt.slots)
             q, k, v = (part.transpose(0, 1)[None] for part in (queries[prompt.rows], k, v))
             found = scaled_dot_product_attention(
                 q,

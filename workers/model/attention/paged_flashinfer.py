@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.model.attention.base import AttentionShape
+from workers.model.attention.base import AttentionShape, as_computed_only
 from workers.model.batch import Batch
 from workers.model.kv_cache import KvCache
 
@@ -100,7 +100,7 @@ class FlashInferAttention:
             return f"dtype {shape.dtype} is neither float16 nor bfloat16"
         if shape.head_dim not in HEAD_DIMS:
             return f"head_dim={shape.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
-        return None
+        return as_computed_only(shape)
 
     def decoder(self, device: torch.device, **options: Any) -> Any:
         """A decode wrapper of the library over the common workspace."""

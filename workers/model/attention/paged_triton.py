@@ -24,7 +24,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.model.attention.base import AttentionShape
+from workers.model.attention.base import AttentionShape, as_computed_only
 from workers.model.batch import Batch
 from workers.model.kv_cache import KvCache
 from workers.model.staging import ship
@@ -148,7 +148,9 @@ class TritonAttention:
     @classmethod
     def unsupported(cls, shape: AttentionShape, device: torch.device) -> str | None:
         """Why it cannot run this, or None."""
-        return None if device.type == "cuda" or INTERPRETED else f"device {device}: Triton compiles for GPUs"
+        if device.type != "cuda" and not INTERPRETED:
+            return f"device {device}: Triton compiles for GPUs"
+        return as_computed_only(shape)
 
     def prepare(self, batch: Batch) -> PagedStep:
         """Lay the tables out, cut prompt chunks into tiles; one copy to the device."""

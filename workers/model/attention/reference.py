@@ -40,11 +40,9 @@ class ReferenceAttention:
     ) -> Tensor:
         """As ``AttentionBackend.attend``."""
         shape, outputs = self._shape, []
-        key_rows, value_rows = cache.rows(layer)
         for start, rows, slots, visible in step:
             q = queries[start : start + rows].float()
-            k = key_rows[slots].float().view(-1, shape.kv_heads, shape.head_dim).repeat_interleave(shape.group, dim=1)
-            v = value_rows[slots].float().view(-1, shape.kv_heads, shape.head_dim).repeat_interleave(shape.group, dim=1)
+            k, v = (part.float().repeat_interleave(shape.group, dim=1) for part in cache.gather(layer, slots))
             scores = torch.einsum("qhd,khd->hqk", q, k) * shape.scale
             weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v).reshape(rows, -1))
