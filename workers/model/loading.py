@@ -171,17 +171,15 @@ def _why_not_native(
 ) -> str | None:
     if engine.attention not in ("auto", "native"):
         return f"engine.attention={engine.attention}"
-    if engine.kv_dtype != "auto":
-        return f"engine.kv_dtype={engine.kv_dtype} is not one of auto"
     if target != BUILTIN["LlamaForCausalLM"]:
         return f"architecture {config.architecture} runs in torch only"
-    return unsupported(config, engine.block_size, dtype, device)
+    return unsupported(config, engine.block_size, dtype, device, engine.kv_dtype)
 
 
 def _native(
     engine: EngineConfig, config: ModelConfig, weights: Weights, max_context: int, blocks: int, dtype: torch.dtype
 ) -> _Made:
-    cache = NativeCache(config, blocks, engine.block_size, dtype)
+    cache = NativeCache(config, blocks, engine.block_size, dtype, engine.kv_dtype)
     decoder = NativeDecoder(config, weights, max_context, cache, dtype, torch.get_num_threads())
     return _Made(NativeRunner(decoder, cache), decoder.weight_bytes(), f"native ({decoder.isa})")
 

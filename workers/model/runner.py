@@ -67,6 +67,13 @@ class TorchRunner:
         attend = Attend(self.attention, self.cache, batch)
         return self.decoder(batch.tokens, batch.positions, attend, batch.rows)
 
+    @torch.inference_mode()
+    def logits(self, chunk: Chunk) -> Tensor:
+        """fp32 logits [count, vocab] of every row of one chunk: to measure a model, not to serve with."""
+        batch = place(lay_out([chunk], self.cache.block_size), self._device)
+        every = torch.arange(chunk.count, device=self._device)
+        return self.decoder(batch.tokens, batch.positions, Attend(self.attention, self.cache, batch), every)
+
     def warm_up(self) -> None:
         """Run a prompt and a decode once, so that nothing is compiled or set up in a request's step. Leaves zeros."""
         size = self.cache.block_size

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from workers.model.config import ModelConfig, RopeConfig
-from workers.model.kv_cache import KvCache
+from workers.model.kv_cache import make_cache
 from workers.model.native.decoder import NativeCache
 
 BLOCKS, SIZE = 7, 16
@@ -25,20 +25,30 @@ class Cache(Protocol):
     def copy(self, pairs: list[tuple[int, int]]) -> None: ...
 
 
-def _make(kind: str, dtype: torch.dtype) -> tuple[Cache, int]:
+def _make(kind: str, dtype: torch.dtype, kv_dtype: str = "auto") -> tuple[Cache, int]:
     """A cache full of numbers that differ from slot to slot, and the axis of its blocks."""
     config = ModelConfig("x", 10, 32, 32, 3, 2, 2, 16, 512, 1e-5, RopeConfig(), True)
     cache: Cache
     if kind == "torch":
-        cache, axis = KvCache(config, BLOCKS, SIZE, dtype, torch.device("cpu"), scratch=True), 2
+        cpu = torch.device("cpu")
+        cache, axis = make_cache(config, BLOCKS, SIZE, dtype, cpu, kv_dtype=kv_dtype, scratch=kv_dtype == "auto"), 2
     else:
-        cache, axis = NativeCache(config, BLOCKS, SIZE, dtype), 1
+        cache, axis = NativeCache(config, BLOCKS, SIZE, dtype, kv_dtype), 1
     raw = cache.data.view(torch.uint8)
     raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1)))
     return cache, axis
 
 
-@pytest.fixture(params=[("torch", torch.float32), ("torch", torch.bfloat16), ("native", torch.bfloat16)], ids=str)
+KINDS = [
+    ("torch", torch.float32, "auto"),
+    ("torch", torch.bfloat16, "auto"),
+    ("torch", torch.bfloat16, "fp8"),
+    ("native", torch.bfloat16, "auto"),
+    ("native", torch.bfloat16, "int8"),
+]
+
+
+@pytest.fixture(params=KINDS, ids=str)
 def made(request: pytest.FixtureRequest) -> tuple[Cache, int]:
     return _make(*request.param)
 

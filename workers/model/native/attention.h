@@ -1,9 +1,8 @@
 // Attention over a paged cache: prefill chunks and decodes in one ragged call, each K/V byte read once per group of
 // query heads. Online softmax: Milakov & Gimelshein 2018; split over the context as in Flash-Decoding (Dao et al. 2023).
 //
-// Cache layout: one layer is [sub-blocks][kv head][K | V], a sub-block being 16 tokens (a block is one or several).
-//   K: [dim/K][16 tokens][K]    scores of 16 tokens come out of one register, no horizontal sums
-//   V: [16/K tokens][dim][K]    K = 2 for bf16, 1 for fp32
+// Cache layout: one layer is [sub-blocks][kv head], a sub-block being 16 tokens (a block is one or several) that lie as
+// kept.h says. P is what the model computes in, C how its cache is kept.
 //
 // Rules
 // - A query's arithmetic depends on its own position and keys only: tokens go in groups of 64 at fixed positions,
@@ -17,101 +16,111 @@
 #pragma once
 #include <algorithm>
 
-#include "vec.h"
+#include "kept.h"
 
 namespace fb {
 
-constexpr int kLanes = 16;              // tokens of a sub-block
 constexpr int kGroup = 64;              // tokens between two rescales
 constexpr int kSubs = kGroup / kLanes;  // sub-blocks of a group
 constexpr int kSplit = 1024;            // tokens of one task
 constexpr int kMaxQueries = 96;         // of a tile, each head's filled up to whole register tiles
-constexpr int kMaxDim = 256;
 constexpr float kLog2e = 1.44269504088896341f;
 
 // Scores of Q queries against B sub-blocks of keys, fetching as many lines of `ahead`. q: [dim/K][kQueries][K].
-template <class P, int Q, int B>
-inline void score(const typename P::T* q, const typename P::T* const* k, const typename P::T* const* ahead, int dim, float* s,
-                  float scale) {
-  V a[Q][B];
+template <class C, int Q, int B>
+inline void score(const typename C::T* q, const typename C::S* const* k, const typename C::S* const* ahead, int dim, float* s,
+                  const float* scale) {
+  constexpr int K = C::K;
+  typename C::A a[Q][B];
   for (int i = 0; i < Q; i++)
-    for (int b = 0; b < B; b++) a[i][b] = zero();
-  for (long at = 0; at < long(dim) * kLanes; at += kLanes * P::K, q += kQueries * P::K) {
-    typename P::W w[B];
-    for (int b = 0; b < B; b++) {
-      w[b] = P::loadw(k[b] + at);
-      prefetch_l2(ahead[b] + at);
-    }
-#pragma GCC unroll 6
-    for (int i = 0; i < Q; i++)
-      for (int b = 0; b < B; b++) a[i][b] = P::mac(a[i][b], w[b], q + i * P::K);
-  }
-  for (int i = 0; i < Q; i++)
-    for (int b = 0; b < B; b++) store(s + i * kGroup + b * kLanes, mul(a[i][b], set1(scale)));
-}
-
-// acc[q][0..16*N) += p[q] * V over the first `tokens` tokens of the group (rounded up to P::K). k: where their keys are.
-template <class P, int Q, int N>
-inline void weigh(const typename P::T* p, const typename P::T* const* k, const typename P::T* const* ahead, int tokens,
-                  int dim, int d0, float* acc) {
-  const long values = long(kLanes) * dim + long(d0) * P::K;
-  V a[Q][N];
-  for (int i = 0; i < Q; i++)
-    for (int n = 0; n < N; n++) a[i][n] = load(acc + i * dim + d0 + 16 * n);
-  for (int b = 0; b * kLanes < tokens; b++) {
-    const int lanes = tokens - b * kLanes < kLanes ? tokens - b * kLanes : kLanes;
-    const typename P::T *row = k[b] + values, *then = ahead[b] + values, *weight = p + b * kLanes;
-    for (int t = 0; t < lanes; t += P::K, row += dim * P::K, then += dim * P::K, weight += P::K) {
-      typename P::W w[N];
-      for (int n = 0; n < N; n++) {
-        w[n] = P::loadw(row + 16 * n * P::K);
-        prefetch_l2(then + 16 * n * P::K);
+    for (int b = 0; b < B; b++) a[i][b] = C::none();
+  for (long at = 0; at < long(dim) * kLanes; at += kLanes * K * C::kPerLine) {
+#pragma GCC unroll 2
+    for (int part = 0; part < C::kPerLine; part++, q += kQueries * K) {
+      typename C::W w[B];
+      for (int b = 0; b < B; b++) {
+        w[b] = C::loadw(k[b] + at + part * kLanes * K);
+        if (part == 0) prefetch_l2(ahead[b] + at);
       }
 #pragma GCC unroll 6
       for (int i = 0; i < Q; i++)
-        for (int n = 0; n < N; n++) a[i][n] = P::mac(a[i][n], w[n], weight + i * kGroup);
+        for (int b = 0; b < B; b++) a[i][b] = C::mac(a[i][b], w[b], q + i * K);
+    }
+  }
+  for (int b = 0; b < B; b++) {
+    if (C::kScaled) prefetch_l2(ahead[b] + 2L * kLanes * dim);
+    for (int i = 0; i < Q; i++) store(s + i * kGroup + b * kLanes, mul(C::score(a[i][b], k[b], dim), set1(scale[i])));
+  }
+}
+
+// acc[q][0..16*N) += p[q] * V over the first `tokens` tokens of the group (rounded up to K). k: where their keys are;
+// unit[q]: what p[q] is counted in, where the format scales.
+template <class C, int Q, int N>
+inline void weigh(const typename C::T* p, const typename C::S* const* k, const typename C::S* const* ahead, int tokens,
+                  int dim, int d0, float* acc, const float* unit) {
+  constexpr int K = C::K;
+  const long values = long(kLanes) * dim + long(d0) * K;
+  typename C::A a[Q][N];
+  for (int i = 0; i < Q; i++)
+    for (int n = 0; n < N; n++) a[i][n] = C::begin(acc + i * dim + d0 + 16 * n);
+  for (int b = 0; b * kLanes < tokens; b++) {
+    const int lanes = tokens - b * kLanes < kLanes ? tokens - b * kLanes : kLanes;
+    const typename C::S *row = k[b] + values, *then = ahead[b] + values;
+    const typename C::T* weight = p + b * kLanes;
+    for (int t = 0; t < lanes; t += K, row += dim * K, then += dim * K, weight += K) {
+      typename C::W w[N];
+      for (int n = 0; n < N; n++) {
+        w[n] = C::loadw(row + 16 * n * K);
+        if (n % C::kPerLine == 0) prefetch_l2(then + 16 * n * K);
+      }
+#pragma GCC unroll 6
+      for (int i = 0; i < Q; i++)
+        for (int n = 0; n < N; n++) a[i][n] = C::mac(a[i][n], w[n], weight + i * kGroup);
     }
   }
   for (int i = 0; i < Q; i++)
-    for (int n = 0; n < N; n++) store(acc + i * dim + d0 + 16 * n, a[i][n]);
+    for (int n = 0; n < N; n++) {
+      float* to = acc + i * dim + d0 + 16 * n;
+      store(to, C::end(a[i][n], to, unit[i]));
+    }
 }
 
 // All scores of up to Q queries: as many sub-blocks at a time as registers hold.
-template <class P, int Q>
-inline void scores(int n, const typename P::T* q, const typename P::T* const* k, const typename P::T* const* ahead, int subs,
-                   int dim, float* s, float scale) {
+template <class C, int Q>
+inline void scores(int n, const typename C::T* q, const typename C::S* const* k, const typename C::S* const* ahead, int subs,
+                   int dim, float* s, const float* scale) {
   if constexpr (Q > 0) {
-    if (n != Q) return scores<P, Q - 1>(n, q, k, ahead, subs, dim, s, scale);
+    if (n != Q) return scores<C, Q - 1>(n, q, k, ahead, subs, dim, s, scale);
     int b = 0;
-    for (; b + kWide <= subs; b += kWide) score<P, Q, kWide>(q, k + b, ahead + b, dim, s + b * kLanes, scale);
-    for (; b < subs; b++) score<P, Q, 1>(q, k + b, ahead + b, dim, s + b * kLanes, scale);
+    for (; b + kWide <= subs; b += kWide) score<C, Q, kWide>(q, k + b, ahead + b, dim, s + b * kLanes, scale);
+    for (; b < subs; b++) score<C, Q, 1>(q, k + b, ahead + b, dim, s + b * kLanes, scale);
   }
 }
 
-template <class P, int Q>
-inline void weighs(int n, const typename P::T* p, const typename P::T* const* k, const typename P::T* const* ahead, int tokens,
-                   int dim, float* acc) {
+template <class C, int Q>
+inline void weighs(int n, const typename C::T* p, const typename C::S* const* k, const typename C::S* const* ahead, int tokens,
+                   int dim, float* acc, const float* unit) {
   if constexpr (Q > 0) {
-    if (n != Q) return weighs<P, Q - 1>(n, p, k, ahead, tokens, dim, acc);
+    if (n != Q) return weighs<C, Q - 1>(n, p, k, ahead, tokens, dim, acc, unit);
     int d = 0;
-    for (; d + 16 * kWide <= dim; d += 16 * kWide) weigh<P, Q, kWide>(p, k, ahead, tokens, dim, d, acc);
-    for (; d < dim; d += 16) weigh<P, Q, 1>(p, k, ahead, tokens, dim, d, acc);
+    for (; d + 16 * kWide <= dim; d += 16 * kWide) weigh<C, Q, kWide>(p, k, ahead, tokens, dim, d, acc, unit);
+    for (; d < dim; d += 16) weigh<C, Q, 1>(p, k, ahead, tokens, dim, d, acc, unit);
   }
 }
 
 // Where a sequence's keys and values lie.
-template <class P>
+template <class C>
 struct Context {
-  const typename P::T* cache;
+  const typename C::S* cache;
   const int* table;
   int subs_per_block, kv_heads, head, dim;
 
   // Keys of head + `h` in the sub-blocks of the group that begins at token `base` and ends before `to`.
-  void keys(int h, int base, int to, const typename P::T** k) const {
+  void keys(int h, int base, int to, const typename C::S** k) const {
     for (int b = 0; b < kSubs && base + b * kLanes < to; b++) {
       const int sub = base / kLanes + b;
       const long at = long(table[sub / subs_per_block]) * subs_per_block + sub % subs_per_block;
-      k[b] = cache + (at * kv_heads + head + h) * 2 * kLanes * dim;
+      k[b] = cache + (at * kv_heads + head + h) * C::elements(dim);
     }
   }
 };
@@ -119,30 +128,45 @@ struct Context {
 // Some KV heads, `n` queries of each (rows x heads of the group, in order of position), and tokens [from, to) of one
 // sequence. Heads lie side by side in the cache, so several of one group of tokens are read in longer stretches than one.
 // position[i] is query i's; acc/m/l are its running numerator, maximum and denominator (in 16 lanes).
-template <class P>
+template <class P, class C>
 struct Tile {
-  typedef typename P::T T;
+  typedef typename C::S S;
+  typedef typename C::T T;
   int heads = 0, n = 0;
   int position[kMaxQueries];  // [head][query]
   float m[kMaxQueries];
   alignas(64) float l[kMaxQueries][16];
   alignas(64) float acc[kMaxQueries * kMaxDim];  // [query][dim]
+  float scale[kMaxQueries];                      // of a query's scores: the model's, times its own where it has one
+  float unit[kQueries];                          // of a register tile's weights, where the format scales
   alignas(64) float s[kQueries * kGroup];
   alignas(64) T p[kQueries * kGroup];
   alignas(64) T q[kMaxQueries * kMaxDim];  // register tiles of queries of one head: [dim/K][kQueries][K]
 
-  // Query i, which begins at `from`, to where the scores read it.
-  void put(int i, int dim, const T* from) {
+  // Query i, which begins at `from`, to where the scores read it; they are multiplied by `by`.
+  void put(int i, int dim, const typename P::T* begin, float by) {
     T* to = q + spot(i, dim);
-    for (int d = 0; d < dim; d += P::K) std::memcpy(to + d * kQueries, from + d, P::K * sizeof(T));
+    scale[i] = by;
+    if constexpr (C::kScaled) {
+      alignas(64) float wide[kMaxDim];
+      alignas(64) T narrow[kMaxDim];
+      for (int d = 0; d < dim; d++) wide[d] = P::to(begin[d]);
+      scale[i] *= C::narrow(wide, dim, narrow);
+      copy(narrow, dim, to);
+    } else {
+      copy(begin, dim, to);
+    }
+  }
+  static void copy(const T* from, int dim, T* to) {
+    for (int d = 0; d < dim; d += C::K) std::memcpy(to + d * kQueries, from + d, C::K * sizeof(T));
   }
   long spot(int i, int dim) const {
     const int h = i / n, r = i % n, tiles = (n + kQueries - 1) / kQueries;
-    return long(h * tiles + r / kQueries) * kQueries * dim + r % kQueries * P::K;
+    return long(h * tiles + r / kQueries) * kQueries * dim + r % kQueries * C::K;
   }
 
   // `next`: what this thread is likely to read afterwards; nothing when its tokens [from, to) are none.
-  void run(const Context<P>& c, float scale, int window, float softcap, int from, int to, const Context<P>& next,
+  void run(const Context<C>& c, int window, float softcap, int from, int to, const Context<C>& next,
            int next_from, int next_to) {
     for (int i = 0; i < heads * n; i++) {
       m[i] = -INFINITY;
@@ -152,7 +176,7 @@ struct Tile {
     for (int base = from; base < to; base += kGroup) {
       const int end = base + kGroup < to ? base + kGroup : to;
       for (int h = 0; h < heads; h++) {
-        const T *k[kSubs] = {}, *ahead[kSubs];
+        const S *k[kSubs] = {}, *ahead[kSubs];
         c.keys(h, base, end, k);
         std::memcpy(ahead, k, sizeof(k));
         if (end < to)
@@ -160,33 +184,33 @@ struct Tile {
         else
           next.keys(h, next_from, next_to, ahead);
         for (int i = h * n; i < h * n + n; i += kQueries)
-          group(i, std::min(h * n + n - i, kQueries), base, end, k, i == h * n ? ahead : k, c.dim, scale, window, softcap);
+          group(i, std::min(h * n + n - i, kQueries), base, end, k, i == h * n ? ahead : k, c.dim, window, softcap);
       }
     }
   }
 
   // Queries [i, i + count) against tokens [base, end).
-  void group(int i, int count, int base, int end, const T* const* k, const T* const* ahead, int dim, float scale, int window,
+  void group(int i, int count, int base, int end, const S* const* k, const S* const* ahead, int dim, int window,
              float softcap) {
     const int seen = std::min(position[i + count - 1] + 1, end);
     if (seen <= base) return;  // later queries see them
     const int subs = (seen - base + kLanes - 1) / kLanes;
-    scores<P, kQueries>(count, q + spot(i, dim), k, ahead, subs, dim, s, softcap > 0 ? scale : scale * kLog2e);
-    for (int j = 0; j < count; j++) soften(i + j, j, base, subs, window, softcap, dim);
-    weighs<P, kQueries>(count, p, k, ahead, seen - base, dim, acc + long(i) * dim);
+    scores<C, kQueries>(count, q + spot(i, dim), k, ahead, subs, dim, s, scale + i);
+    for (int j = 0; j < count; j++) soften(i + j, j, base, subs, k, window, softcap, dim);
+    weighs<C, kQueries>(count, p, k, ahead, seen - base, dim, acc + long(i) * dim, unit);
   }
 
   // Turns query i's scores, the j-th of this register tile, into weights and keeps its maximum and denominator.
-  void soften(int i, int j, int base, int subs, int window, float softcap, int dim) {
+  void soften(int i, int j, int base, int subs, const S* const* k, int window, float softcap, int dim) {
     const int hi = position[i] + 1 - base, lo = window > 0 ? position[i] + 1 - window - base : 0;
     if (hi >= kGroup && lo <= 0)
-      soften<true>(i, j, kSubs, lo, hi, softcap, dim);
+      soften<true>(i, j, kSubs, k, lo, hi, softcap, dim);
     else
-      soften<false>(i, j, subs, lo, hi, softcap, dim);
+      soften<false>(i, j, subs, k, lo, hi, softcap, dim);
   }
 
   template <bool Whole>
-  void soften(int i, int j, int subs, int lo, int hi, float softcap, int dim) {
+  void soften(int i, int j, int subs, const S* const* k, int lo, int hi, float softcap, int dim) {
     const int n = Whole ? kSubs : subs;
     const float* from = s + j * kGroup;
     T* to = p + j * kGroup;
@@ -202,7 +226,8 @@ struct Tile {
     }
     const float now = hmax(top), next = now > m[i] ? now : m[i];
     if (next == -INFINITY) {  // nothing visible yet
-      for (int b = 0; b < n; b++) P::store(to + b * kLanes, zero());
+      std::memset(to, 0, n * kLanes * sizeof(T));
+      unit[j] = 0;
       return;
     }
     V sum = load(l[i]);
@@ -212,11 +237,24 @@ struct Tile {
       for (int d = 0; d < dim; d += 16) store(acc + long(i) * dim + d, mul(load(acc + long(i) * dim + d), c));
     }
     m[i] = next;
+    V high = zero();
     for (int b = 0; b < n; b++) {
       V e = exp2<P>(sub(x[b], set1(next)));
       if (!Whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());
-      P::store(to + b * kLanes, e);
       sum = add(sum, e);
+      if constexpr (C::kScaled) {
+        e = mul(e, C::value_scales(k[b], dim));
+        if (!Whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());  // 0 * NaN that is not ours
+        sum = fma(e, zero(), sum);                                                       // NaN that is
+        high = max(high, x[b] = e);
+      } else {
+        P::store(to + b * kLanes, e);
+      }
+    }
+    if constexpr (C::kScaled) {
+      const float top = hmax(high);
+      unit[j] = top / C::kLargest;
+      for (int b = 0; b < n; b++) store_i16(to + b * kLanes, mul(x[b], set1(top > 0 ? C::kLargest / top : 0.f)));
     }
     store(l[i], sum);
   }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from workers.config import kv_bytes_per_token
 from workers.model import rope
 from workers.model.config import ModelConfig
 from workers.model.kv_cache import KvCacheSizeError, check_saved
@@ -28,11 +29,17 @@ _NO_MEMORY = 2
 _REMEDY = "lower engine.max_step_tokens, engine.max_running or engine.kv_cache"
 
 
-def unsupported(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
+KV_DTYPES = ("auto", "int8")
+
+
+def unsupported(
+    config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, kv_dtype: str = "auto"
+) -> str | None:
     """Why the kernel cannot run this, or None. Names the figure that stands in the way."""
     checks = (
         (device.type == "cpu", f"device {device} is not a CPU"),
         (dtype in (torch.float32, torch.bfloat16), f"dtype {dtype} is neither float32 nor bfloat16"),
+        (kv_dtype in KV_DTYPES, f"engine.kv_dtype={kv_dtype} is none of {', '.join(KV_DTYPES)}"),
         (block_size % pack.LANES == 0, f"engine.block_size={block_size} is not a multiple of {pack.LANES}"),
         (config.hidden % pack.PANEL == 0, f"hidden_size={config.hidden} is not a multiple of {pack.PANEL}"),
         (config.intermediate % pack.LANES == 0, f"intermediate_size={config.intermediate} is not a multiple of 16"),
@@ -47,17 +54,25 @@ def unsupported(config: ModelConfig, block_size: int, dtype: torch.dtype, device
 
 
 class NativeCache:
-    """Keys and values: ``[layers, blocks, bytes of a block]``, a block being whole sub-blocks of 16 tokens."""
+    """Keys and values: ``[layers, blocks, numbers of a block]``, a block being whole sub-blocks of 16 tokens.
 
-    def __init__(self, config: ModelConfig, blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    Numbers are of the model's type; of a quantised cache they are bytes, and the scales' bytes lie among them (kept.h).
+    """
+
+    def __init__(
+        self, config: ModelConfig, blocks: int, block_size: int, dtype: torch.dtype, kv_dtype: str = "auto"
+    ) -> None:
         """Allocate, zeroed. Raises KvCacheSizeError when the memory is not there."""
-        self.blocks, self.block_size = blocks, block_size
-        self.bytes_per_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+        self.blocks, self.block_size, self.kv_dtype = blocks, block_size, kv_dtype
+        self.bytes_per_token = kv_bytes_per_token(
+            config.layers, config.kv_heads, config.head_dim, dtype.itemsize, kv_dtype
+        )
         self.block_bytes = block_size * self.bytes_per_token
         """What ``save`` makes of one block: everything that its tokens left in the cache, in every layer."""
-        per_block = 2 * config.kv_heads * config.head_dim * block_size
+        held = dtype if kv_dtype == "auto" else torch.uint8
+        per_block = self.block_bytes // (config.layers * held.itemsize)
         try:
-            flat = pack.buffer(config.layers * blocks * per_block, dtype)
+            flat = pack.buffer(config.layers * blocks * per_block, held)
         except (OSError, ValueError, OverflowError) as error:
             raise KvCacheSizeError(
                 f"{blocks} blocks of keys and values ({blocks * block_size * self.bytes_per_token} bytes) do not fit "
@@ -118,7 +133,7 @@ class NativeDecoder:
         dtype: torch.dtype,
         threads: int,
     ) -> None:
-        reason = unsupported(config, cache.block_size, dtype, torch.device("cpu"))
+        reason = unsupported(config, cache.block_size, dtype, torch.device("cpu"), cache.kv_dtype)
         if reason:
             raise NativeUnavailableError(reason)
         self._lib = load()
@@ -157,7 +172,7 @@ class NativeDecoder:
                 "softcap": 0.0,
                 "embed_scale": 1.0,
                 "logit_softcap": 0.0,
-                "reserved": 0,
+                "kv_int8": int(cache.kv_dtype == "int8"),
                 "norm": norm,
                 "embed": embed,
                 "head": head,

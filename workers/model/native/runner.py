@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from array import array
 
-from workers.engine.plan import Sampled, StepPlan, StepResult
+import torch
+from torch import Tensor
+
+from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from workers.engine.sequence import Sequence
 from workers.model.masks import allows
 from workers.model.native.decoder import NativeCache, NativeDecoder, Rows
@@ -36,6 +39,13 @@ class NativeRunner:
         for place, one in zip(choosy, chosen, strict=True):
             sampled[place] = one
         return StepResult(sampled)
+
+    @torch.inference_mode()
+    def logits(self, chunk: Chunk) -> Tensor:
+        """fp32 logits [count, vocab] of every row of one chunk: to measure a model, not to serve with."""
+        rows, _, _ = layout(StepPlan(0, [chunk]), self.cache.block_size)
+        rows.sample_rows = array("i", range(chunk.count))
+        return self.decoder.forward(rows)[0].clone()
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Overwrite the keys and values of ``blocks`` with zeros, at once."""

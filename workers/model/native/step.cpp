@@ -53,16 +53,16 @@ struct Grid {
 };
 
 // What one thread has for itself.
-template <class P>
+template <class P, class C>
 struct Local {
-  Tile<P> tile;
+  Tile<P, C> tile;
   alignas(64) typename P::T q[kMaxDim];
   Array<typename P::T> rows;
   const char *ahead = nullptr, *ahead_end = nullptr;  // weights that it will read next
   explicit Local(long hidden) : rows(kFew * hidden) {}
 };
 
-template <class P>
+template <class P, class C>
 struct Impl final : Engine {
   typedef typename P::T T;
   struct Work {
@@ -77,7 +77,7 @@ struct Impl final : Engine {
   std::vector<Task> tasks;
   std::vector<int> spread;  // rows that are not their chunk's only one
   std::vector<int> wanted;  // rows that sample: ours, since a late thread may still look at them
-  std::vector<Local<P>> local;
+  std::vector<Local<P, C>> local;
   int threads;
   Pool<Job, Work> pool;  // last: its threads end first
 
@@ -97,8 +97,8 @@ struct Impl final : Engine {
         threads(threads),
         pool(threads, 16 + 12 * model.layers, Work{this}) {}
 
-  static std::vector<Local<P>> locals(int threads, long hidden) {
-    std::vector<Local<P>> made;
+  static std::vector<Local<P, C>> locals(int threads, long hidden) {
+    std::vector<Local<P, C>> made;
     for (int i = 0; i < threads; i++) made.emplace_back(hidden);
     return made;
   }
@@ -117,7 +117,7 @@ struct Impl final : Engine {
   bool panels(Walk& walk, const Linear& l, const T* in, long n, void* out, long ldo, const Linear* next) {
     const long unit = E == kSilu || E == kGelu ? long(sizeof(T)) : 4;
     const Grid grid(n, l.n, threads);
-    Local<P>& mine = local[walk.thread];
+    Local<P, C>& mine = local[walk.thread];
     mine.ahead = mine.ahead_end = nullptr;
     if (next) {
       const Grid then(n, next->n, threads);
@@ -136,7 +136,7 @@ struct Impl final : Engine {
   }
 
   struct Fetch {
-    Local<P>& mine;
+    Local<P, C>& mine;
     void operator()(int spins) const {
       if (mine.ahead >= mine.ahead_end) return relax(spins);
       for (int i = 0; i < 4; i++) prefetch_l2(mine.ahead + 64 * i);
@@ -162,7 +162,8 @@ struct Impl final : Engine {
   }
 
   // Row i's head g of q and k together, normed where the model does that, and rotated.
-  void rotated(const FbStep& s, const FbLayer& l, long i, int g, T* out) const {
+  template <class R = P>
+  void rotated(const FbStep& s, const FbLayer& l, long i, int g, typename R::T* out) const {
     const int D = m.head_dim, half = m.rotary / 2;
     const long at = long(s.positions[i]) * half;
     const float *in = qkv.data() + i * l.qkv.n + long(g) * D, *w = g < m.heads ? l.q_norm : l.k_norm;
@@ -171,24 +172,17 @@ struct Impl final : Engine {
       norm_row<F32>(in, w, D, m.eps, v);
       in = v;
     }
-    rotate<P>(in, D, half, l.cos + at, l.sin + at, out);
+    rotate<R>(in, D, half, l.cos + at, l.sin + at, out);
   }
 
   // Row i's key head g, rotated, and its values, into the cache. `alone`: the next token's are not written in this step.
   void remember(const FbStep& s, const FbLayer& l, long i, int g, bool alone) const {
-    const int D = m.head_dim, lane = s.slots[i] % kLanes;
+    const int D = m.head_dim;
     const long sub = s.slots[i] / kLanes;
-    const float* v = qkv.data() + i * l.qkv.n + long(m.heads + m.kv_heads + g) * D;
-    T* K = (T*)l.cache + (sub * m.kv_heads + g) * 2 * kLanes * D + lane * P::K;
-    T* W = (T*)l.cache + ((sub * m.kv_heads + g) * 2 + 1) * kLanes * D + lane / P::K * D * P::K + lane % P::K;
-    alignas(64) T kept[kMaxDim];
-    rotated(s, l, i, m.heads + g, kept);
-    for (int d = 0; d < D; d += P::K) std::memcpy(K + d * kLanes, kept + d, P::K * sizeof(T));
-    for (int d = 0; d < D; d += 16) P::store(kept + d, load(v + d));
-    // The other value of a pair that attention reads before its own row is computed: whatever lies there is not ours.
-    if (P::K == 2 && lane % 2 == 0 && alone)
-      for (int d = 0; d < D; d++) W[d * P::K + 1] = 0;
-    for (int d = 0; d < D; d++) W[d * P::K] = kept[d];
+    alignas(64) typename C::Key::T key[kMaxDim];
+    rotated<typename C::Key>(s, l, i, m.heads + g, key);
+    C::keep((typename C::S*)l.cache + (sub * m.kv_heads + g) * C::elements(D), s.slots[i] % kLanes, D, key,
+            qkv.data() + i * l.qkv.n + long(m.heads + m.kv_heads + g) * D, alone);
   }
 
   void scatter(const FbStep& s, const FbLayer& l, long i) {
@@ -233,7 +227,7 @@ struct Impl final : Engine {
   }
 
   // Where a task's keys are, and which of them it reads: [from, to).
-  Context<P> context(const FbStep& s, const FbLayer& l, const Task& task, int& from, int& to) const {
+  Context<C> context(const FbStep& s, const FbLayer& l, const Task& task, int& from, int& to) const {
     to = std::min((task.split + 1) * kSplit, s.positions[task.row + task.rows - 1] + 1);
     from = task.split * kSplit;
     if (l.window > 0) {  // whole groups before every query's window are invisible
@@ -241,28 +235,28 @@ struct Impl final : Engine {
       if (start > from) from += (start - from) / kGroup * kGroup;
       if (from > to) from = to;
     }
-    return {(const T*)l.cache, s.blocks + s.table[task.chunk], m.block_size / kLanes, m.kv_heads, task.head, m.head_dim};
+    return {(const typename C::S*)l.cache, s.blocks + s.table[task.chunk], m.block_size / kLanes, m.kv_heads, task.head, m.head_dim};
   }
 
-  void attend(const FbStep& s, const FbLayer& l, int index, Local<P>& mine) {
+  void attend(const FbStep& s, const FbLayer& l, int index, Local<P, C>& mine) {
     const Task& task = tasks[index];
     const int D = m.head_dim, n = task.rows * (m.heads / m.kv_heads), all = task.heads * n;
-    Tile<P>& tile = mine.tile;
+    Tile<P, C>& tile = mine.tile;
     int from, to, next_from = 0, next_to = 0;
-    const Context<P> c = context(s, l, task, from, to);
-    Context<P> next = c;
+    const Context<C> c = context(s, l, task, from, to);
+    Context<C> next = c;
     if (index + 1 < int(tasks.size())) next = context(s, l, tasks[index + 1], next_from, next_to);
     tile.heads = task.heads;
     tile.n = n;
     for (int j = 0; j < all; j++) {
       const long at = place(task, j);
       if (task.own) rotated(s, l, task.row, int(at % m.heads), mine.q);
-      tile.put(j, D, task.own ? mine.q : q.data() + at * D);
+      tile.put(j, D, task.own ? mine.q : q.data() + at * D, m.softcap > 0 ? m.scale : m.scale * kLog2e);
       tile.position[j] = s.positions[at / m.heads];
     }
     if (task.own && task.split + 1 == task.splits)
       for (int g = 0; g < task.heads; g++) remember(s, l, task.row, task.head + g, true);
-    tile.run(c, m.scale, l.window, m.softcap, from, to, next, next_from, next_to);
+    tile.run(c, l.window, m.softcap, from, to, next, next_from, next_to);
     for (int j = 0; j < all; j++) {
       const float* acc = tile.acc + long(j) * D;
       const float sum = hsum(load(tile.l[j]));
@@ -310,7 +304,7 @@ struct Impl final : Engine {
 
   bool layer(const Job& job, const FbLayer& l, const Linear* next, Walk& walk) {
     const FbStep& s = job.s;
-    Local<P>& mine = local[walk.thread];
+    Local<P, C>& mine = local[walk.thread];
     const auto every = [](long i) { return i; };
     const T* in = normed(walk, s.rows, l.attn_norm, every);
     if (!in || !panels<kStore>(walk, l.qkv, in, s.rows, qkv.data(), l.qkv.n, &l.o)) return false;
@@ -348,6 +342,11 @@ struct Impl final : Engine {
   }
 };
 
+template <class P, class C>
+Engine* make(const FbModel& m, int threads) {
+  return new Impl<P, C>(m, threads);
+}
+
 }  // namespace
 
 extern "C" {
@@ -356,8 +355,8 @@ const char* fb_isa() { return isa(); }
 
 // Null when memory or threads for it are not there: no exception may cross into C.
 void* fb_create(const FbModel* m, int threads) try {
-  if (m->bf16) return static_cast<Engine*>(new Impl<Bf16>(*m, threads));
-  return static_cast<Engine*>(new Impl<F32>(*m, threads));
+  if (m->kv_int8) return m->bf16 ? make<Bf16, Int8>(*m, threads) : make<F32, Int8>(*m, threads);
+  return m->bf16 ? make<Bf16, AsComputed<Bf16>>(*m, threads) : make<F32, AsComputed<F32>>(*m, threads);
 } catch (...) {
   return nullptr;
 }

@@ -3,7 +3,7 @@
 // Rules
 // - Every operation works lane by lane except hsum/hmax; no operation's result depends on neighbouring values.
 // - `Bf16` and `F32` are the two storage types: `mac` adds x*w for one k (F32) or a pair of ks (Bf16) to 16 columns.
-// - bf16 rounding is to nearest even. Values are finite by contract; NaN never meets a masked lane.
+// - Rounding (bf16, integers) is to nearest even. Values are finite by contract; NaN never meets a masked lane.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -61,6 +61,11 @@ inline V keep(V a, int lo, int hi, V other) {
 }
 inline V round_nearest(V a) { return _mm512_roundscale_ps(a, 0); }
 inline V scale2(V a, V n) { return _mm512_scalef_ps(a, n); }
+inline V load_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline void store_i8(int8_t* p, V v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v))); }
+inline void store_i16(int16_t* p, V v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v))); }
 #if defined(__AVX512BF16__)
 inline void store_bf16(uint16_t* p, V v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v)); }
 #else
@@ -123,6 +128,18 @@ inline void store_bf16(uint16_t* p, V v) {
   store(t, v);
   for (int i = 0; i < 16; i++) p[i] = float_to_bf16(t[i]);
 }
+inline __m256 load_bf16x8(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline V load_bf16(const uint16_t* p) { return {load_bf16x8(p), load_bf16x8(p + 8)}; }
+inline __m256i i16(V v) {  // packs works in halves: put them in order
+  return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(v.a), _mm256_cvtps_epi32(v.b)), 0xd8);
+}
+inline void store_i16(int16_t* p, V v) { _mm256_storeu_si256((__m256i*)p, i16(v)); }
+inline void store_i8(int8_t* p, V v) {
+  const __m256i x = i16(v);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+}
 constexpr int kRows = 2, kQueries = 2, kWide = 2;
 
 #else
@@ -160,6 +177,13 @@ inline V round_nearest(V v) { FB_LANES(std::nearbyint(v.f[i])) }
 inline V scale2(V v, V n) { FB_LANES(std::ldexp(v.f[i], int(n.f[i]))) }
 inline void store_bf16(uint16_t* p, V v) {
   for (int i = 0; i < 16; i++) p[i] = float_to_bf16(v.f[i]);
+}
+inline V load_bf16(const uint16_t* p) { FB_LANES(bf16_to_float(p[i])) }
+inline void store_i8(int8_t* p, V v) {
+  for (int i = 0; i < 16; i++) p[i] = int8_t(std::nearbyint(v.f[i]));
+}
+inline void store_i16(int16_t* p, V v) {
+  for (int i = 0; i < 16; i++) p[i] = int16_t(std::nearbyint(v.f[i]));
 }
 #undef FB_LANES
 constexpr int kRows = 4, kQueries = 2, kWide = 2;

@@ -38,9 +38,10 @@ class Kernel:
         threads: int = 2,
         block: int = BLOCK,
         blocks: int = 160,
+        kv_dtype: str = "auto",
     ) -> None:
         config = read_config(directory)
-        self.cache = NativeCache(config, blocks, block, dtype)
+        self.cache = NativeCache(config, blocks, block, dtype, kv_dtype)
         self.block = block
         with SafetensorsSource(directory) as source, torch.inference_mode():
             weights = Weights(source, dtype, torch.device("cpu"))
@@ -101,15 +102,17 @@ def test_bf16_logits_stay_close(shaped: tuple[Any, Path]) -> None:
     assert (got - want).norm() / want.norm() <= 2e-2
 
 
-def test_chunks_batch_placement_and_threads_change_no_bit(shaped: tuple[Any, Path]) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_chunks_batch_placement_and_threads_change_no_bit(shaped: tuple[Any, Path], kv_dtype: str) -> None:
     """engine H5: one logical sequence, any placement and company: bit-equal."""
     _, directory = shaped
     tokens = ids(90)
     for dtype in (torch.float32, torch.bfloat16):
-        whole = Kernel(directory, dtype).run((tokens, 0, table(90, 1)))
+        whole = Kernel(directory, dtype, kv_dtype=kv_dtype).run((tokens, 0, table(90, 1)))
         for threads in (1, 3):
-            assert torch.equal(Kernel(directory, dtype, threads).run((tokens, 0, table(90, 2))), whole)
-        kernel, blocks = Kernel(directory, dtype, blocks=200), table(90, 3)
+            other = Kernel(directory, dtype, threads, kv_dtype=kv_dtype)
+            assert torch.equal(other.run((tokens, 0, table(90, 2))), whole)
+        kernel, blocks = Kernel(directory, dtype, blocks=200, kv_dtype=kv_dtype), table(90, 3)
         parts = [kernel.run((tokens[: start + 7], start, blocks)) for start in range(0, 90, 7)]
         assert torch.equal(torch.cat(parts), whole)
         others = [(ids(n, n), 0, list(range(160 + 4 * i, 164 + 4 * i))) for i, n in enumerate((1, 30, 64))]
@@ -135,8 +138,9 @@ def test_only_planned_rows_are_computed(tmp_path: Path) -> None:
     assert kernel.decoder.rows_computed == 34
 
 
-def test_copied_and_zeroed_blocks_are_what_they_say(tmp_path: Path) -> None:
-    kernel = Kernel(tiny.write_directory(tiny.model(1, hidden_size=64, head_dim=16), tmp_path))
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_copied_and_zeroed_blocks_are_what_they_say(tmp_path: Path, kv_dtype: str) -> None:
+    kernel = Kernel(tiny.write_directory(tiny.model(1, hidden_size=64, head_dim=16), tmp_path), kv_dtype=kv_dtype)
     tokens = ids(40)
     want = kernel.run((tokens, 0, [1, 2, 3]))[-1]
     kernel.cache.copy([(1, 11), (2, 12), (3, 13)])
@@ -145,13 +149,14 @@ def test_copied_and_zeroed_blocks_are_what_they_say(tmp_path: Path) -> None:
     assert torch.equal(kernel.run((tokens, 39, [11, 12, 13]))[-1], want)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_others_left_in_a_block_is_never_read(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_what_others_left_in_a_block_is_never_read(tmp_path: Path, dtype: torch.dtype, kv_dtype: str) -> None:
     """engine B: not even a NaN of another tenant's passes, whatever part of a block a sequence has come to fill."""
     directory = tiny.write_directory(tiny.model(1, hidden_size=64, head_dim=16), tmp_path)
     tokens, blocks = ids(53), table(53, 4)
-    clean, poisoned = Kernel(directory, dtype), Kernel(directory, dtype)
-    poisoned.cache.data.fill_(float("nan"))
+    clean, poisoned = Kernel(directory, dtype, kv_dtype=kv_dtype), Kernel(directory, dtype, kv_dtype=kv_dtype)
+    poisoned.cache.data.view(torch.uint8).fill_(255)  # NaN in every type, and as every scale
     ends = [1, 2, 4, 17, 20, 33, 39, *range(40, 54)]
     for start, end in zip([0, *ends], ends, strict=False):
         chunk = (tokens[:end], start, blocks)
@@ -175,9 +180,10 @@ def test_narrower_machines_compute_the_same(march: str, tmp_path: Path) -> None:
 import torch
 from pathlib import Path
 from tests.workers.model.native.test_kernel import Kernel, table
-for dtype in (torch.float32, torch.bfloat16):
-    kernel = Kernel(Path({str(directory)!r}), dtype)
-    torch.save(kernel.run(({tokens}, 0, table(70, 1))), {str(tmp_path)!r} + f"/{{dtype}}.pt")
+from itertools import product
+for dtype, kv_dtype in product((torch.float32, torch.bfloat16), ("auto", "int8")):
+    kernel = Kernel(Path({str(directory)!r}), dtype, kv_dtype=kv_dtype)
+    torch.save(kernel.run(({tokens}, 0, table(70, 1))), {str(tmp_path)!r} + f"/{{dtype}}-{{kv_dtype}}.pt")
 print(kernel.decoder.isa)
 """
     import os
@@ -187,9 +193,11 @@ print(kernel.decoder.isa)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == {"x86-64-v3": "avx2", "x86-64": "portable"}[march]
     want = truth(made, tokens)
-    torch.testing.assert_close(torch.load(tmp_path / "torch.float32.pt"), want, rtol=2e-4, atol=2e-4)
-    half = torch.load(tmp_path / "torch.bfloat16.pt")
-    assert (half - want).norm() / want.norm() <= 2e-2
+    torch.testing.assert_close(torch.load(tmp_path / "torch.float32-auto.pt"), want, rtol=2e-4, atol=2e-4)
+    for name, most in (("bfloat16-auto", 2e-2), ("float32-int8", 2e-2), ("bfloat16-int8", 3e-2)):
+        assert (torch.load(tmp_path / f"torch.{name}.pt") - want).norm() / want.norm() <= most
+    bytes_here = Kernel(directory, kv_dtype="int8").run((tokens, 0, table(70, 1)))  # integers: the same everywhere
+    assert (torch.load(tmp_path / "torch.float32-int8.pt") - bytes_here).norm() / want.norm() <= 2e-3
 
 
 def test_there_is_a_compiler_on_the_test_machine() -> None:

@@ -62,7 +62,7 @@ def gemma(family: str, **changes: Any) -> Any:
     return made
 
 
-def kernel_of(made: Any, dtype: torch.dtype = torch.float32, threads: int = 2) -> Kernel:
+def kernel_of(made: Any, dtype: torch.dtype = torch.float32, threads: int = 2, kv_dtype: str = "auto") -> Kernel:
     """The kernel over a Gemma's weights, its structures changed by hand before the first step."""
     settings = made.config
     state = {name: 1 + part if "norm" in name else part for name, part in made.state_dict().items()}  # w counts from -1
@@ -87,7 +87,7 @@ def kernel_of(made: Any, dtype: torch.dtype = torch.float32, threads: int = 2) -
     )
     kernel = Kernel.__new__(Kernel)
     kernel.block = 16
-    kernel.cache = NativeCache(config, 160, 16, dtype)
+    kernel.cache = NativeCache(config, 160, 16, dtype, kv_dtype)
     weights = Weights(Tensors(state), dtype, torch.device("cpu"))
     kernel.decoder = decoder = NativeDecoder(config, weights, 4096, kernel.cache, dtype, threads)
     model = decoder._model
@@ -138,11 +138,18 @@ def test_bf16_stays_close(made: Any) -> None:
     assert (found - expected).norm() / expected.norm() <= 3e-2
 
 
-def test_chunks_and_threads_change_no_bit(made: Any) -> None:
+def test_keys_and_values_in_bytes_stay_close(made: Any) -> None:
+    tokens = ids(170)
+    found, expected = kernel_of(made, kv_dtype="int8").run((tokens, 0, table(170, 1))), truth(made, tokens)
+    assert 1e-4 < (found - expected).norm() / expected.norm() <= 3e-2
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_chunks_and_threads_change_no_bit(made: Any, kv_dtype: str) -> None:
     """A window leaves whole groups of keys out, as many as the chunk allows: the result must not show it."""
     tokens, blocks = ids(170), table(170, 3)
-    whole = kernel_of(made).run((tokens, 0, blocks))
-    kernel = kernel_of(made, threads=3)
+    whole = kernel_of(made, kv_dtype=kv_dtype).run((tokens, 0, blocks))
+    kernel = kernel_of(made, threads=3, kv_dtype=kv_dtype)
     parts = [kernel.run((tokens[: min(start + 7, 170)], start, blocks)) for start in range(0, 170, 7)]
     assert torch.equal(torch.cat(parts), whole)
 
