@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from policies.strict import StrictScalars
 from workers import techniques
+from workers.speculation import Speculation
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -75,6 +76,8 @@ class EngineConfig(StrictScalars):
     """``static`` batches are for comparison: a batch runs to its end before the next is admitted."""
     kv_cache_reuse: bool = True
     """False recomputes everything every step (no KV cache), for comparison only."""
+    speculation: Speculation | None = None
+    """Guess tokens and check several in one step (``workers/speculation.py``); None = off."""
     threads: int | None = Field(None, ge=1)
     """Compute threads; None = one per core."""
     cores: str | None = Field(None, pattern=r"^\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*$")

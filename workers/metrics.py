@@ -67,6 +67,11 @@ class _Reader(Collector):
         evicted = CounterMetricFamily("forebay_evictions", "Cached blocks evicted.", labels=["reason"])
         for reason, count in evictions.items():
             evicted.add_metric([reason], count)
+        guesses = CounterMetricFamily(
+            "forebay_speculation_tokens", "Tokens guessed by speculative decoding.", labels=["result"]
+        )
+        guesses.add_metric(["accepted"], stats.drafts_accepted)
+        guesses.add_metric(["rejected"], stats.drafts_rejected)
         held = GaugeMetricFamily("forebay_device_memory_bytes", "Memory by what it holds.", labels=["kind"])
         for kind, size in memory.items():
             held.add_metric([kind], size)
@@ -83,6 +88,7 @@ class _Reader(Collector):
             ),
             CounterMetricFamily("forebay_engine_prefix_cache_hits_tokens", "Prompt tokens found.", stats.hit_tokens),
             evicted,
+            guesses,
             held,
             GaugeMetricFamily(
                 "forebay_device_busy_ratio", f"Part of the last {BUSY_WINDOW_S:.0f} s spent in the model.", value=busy

@@ -244,6 +244,10 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where the device's time went since the worker began, by kind; now and then, empty in between."""
     cached_by_tenant: dict[str, int] = {}
     """Cached blocks by ``Generate.tenant_key``, of the 32 that have most; some steps old."""
+    drafts_accepted: int = 0
+    """Guesses of speculative decoding that became tokens, since the worker began."""
+    drafts_rejected: int = 0
+    """Those that did not; nobody pays for them."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step"):

@@ -59,6 +59,7 @@ def request_spans(
             "forebay.cached_tokens": sum(record.prompt_cached for record in records),
             "forebay.recomputed_tokens": sum(record.recomputed for record in records),
             "forebay.preemptions": sum(record.preemptions for record in records),
+            **_speculation(records),
             "forebay.finish": [record.finish or "unknown" for record in records[:MOST]],
         }
     )
@@ -75,6 +76,19 @@ def request_spans(
     last = max((span.end_ns for span in spans[1:]), default=start)
     root.end_ns = max(start + 1, last, *(record.finished_ns for record in records))
     return spans
+
+
+def _speculation(records: Sequence[SequenceRecord]) -> Attributes:
+    """Guesses and which part of them was right; nothing where none was made."""
+    accepted = sum(record.drafts_accepted for record in records)
+    made = accepted + sum(record.drafts_rejected for record in records)
+    if not made:
+        return {}
+    return {
+        "forebay.speculation.drafts": made,
+        "forebay.speculation.accepted": accepted,
+        "forebay.speculation.acceptance": round(accepted / made, 4),
+    }
 
 
 def _choice(

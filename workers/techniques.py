@@ -42,9 +42,17 @@ SWITCHES: Sequence[Switch] = (
     Switch("max_chunk_tokens"),
     Switch("cache_share"),
     Switch("kv_dtype", exact=False),
+    Switch("speculation"),
 )
 
-REFUSALS: Sequence[Refusal] = ()
+REFUSALS: Sequence[Refusal] = (
+    Refusal(
+        "speculation",
+        "kv_cache_reuse",
+        "without a KV cache every step computes everything again, and there is nothing that a guess could save; "
+        "remove speculation, or set kv_cache_reuse: true",
+    ),
+)
 
 
 def is_on(config: EngineConfig, name: str) -> bool:

@@ -125,6 +125,7 @@ SCHEDULES: list[dict[str, Any]] = [
     {"max_running": 2},
     {"mode": "static", "max_running": 3},
     {"prefix_cache": False},
+    {"speculation": {"method": "ngram", "tokens": 6, "ngram_min": 1}},
 ]
 
 
@@ -151,6 +152,29 @@ def test_answers_match_and_do_not_depend_on_the_schedule(
         assert list(value) == ["word", "n"]
     for index in range(3):
         assert bench.text(tokenizer, "a", index) == alone.text(tokenizer, "a", index)
+
+
+def test_guesses_are_held_against_the_grammar(desk: GrammarDesk, tokenizer: Tokenizer) -> None:
+    """Behind each guess the mask of that place; the answers are those without guesses, in fewer steps.
+
+    The prompt has the answer's words, so that the guesses are often right; a guess that the grammar forbids ends them.
+    """
+    grammar = json_text({"const": "ab" * 150})
+    prompt = tokenizer.encode_text('"' + "ab" * 40 + '"', special=False)
+    found = {}
+    for name, config in (("off", {}), ("on", {"speculation": {"method": "ngram", "tokens": 6, "ngram_min": 1}})):
+        bench = Bench(desk, **config)
+        for number in range(4):
+            bench.engine.submit(
+                Generate(f"{number}", prompt[: 10 + number], 600, SamplingParams(seed=number), grammar=grammar)
+            )
+        ends = bench.until_ended(4)
+        assert {end.finish for end in ends.values()} == {"stop"}
+        found[name] = [bench.text(tokenizer, f"{number}") for number in range(4)]
+        stats = bench.engine.planner.stats()
+        assert (stats.drafts_accepted > 0, stats.drafts_rejected > 0) == ((name == "on"),) * 2
+    assert found["on"] == found["off"]
+    assert {json.loads(text) for text in found["on"]} == {"ab" * 150}
 
 
 def test_a_preempted_sequence_goes_on_where_its_grammar_was(desk: GrammarDesk, tokenizer: Tokenizer) -> None:

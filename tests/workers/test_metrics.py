@@ -38,7 +38,7 @@ def scrape(port: int) -> dict[str, float]:
 def test_a_scrape_shows_the_engine() -> None:
     stats = WorkerStats(
         free_blocks=5, cached_blocks=6, used_blocks=7, running=3, waiting=2, preemptions=4, hit_tokens=80,
-        query_tokens=100,
+        query_tokens=100, drafts_accepted=12, drafts_rejected=13,
     )  # fmt: skip
     metrics = WorkerMetrics(Sources(lambda: stats, lambda: {"lru": 9}, lambda: {"weights": 10, "kv": 20}, 36))
     metrics.step(tracing.step(1, 10**18, ["a", "b"], took_ns=30_000_000))
@@ -55,6 +55,8 @@ def test_a_scrape_shows_the_engine() -> None:
     assert found["forebay_engine_prefix_cache_queries_tokens_total"] == 100
     assert found["forebay_engine_prefix_cache_hits_tokens_total"] == 80
     assert found["forebay_evictions_total,reason=lru"] == 9
+    assert found["forebay_speculation_tokens_total,result=accepted"] == 12
+    assert found["forebay_speculation_tokens_total,result=rejected"] == 13
     assert found["forebay_device_memory_bytes,kind=kv"] == 20
     assert found["forebay_engine_step_seconds_sum"] == pytest.approx(0.03)
     assert found["forebay_engine_batch_size_sum"] == 2

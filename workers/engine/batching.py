@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from workers.config import EngineConfig
+from workers.engine.drafting import Drafting
 from workers.engine.plan import Chunk, StepPlan
 from workers.engine.roster import Roster
 from workers.engine.sequence import Sequence
@@ -27,7 +28,8 @@ RECHECK_STEPS = 8
 class Batching:
     """Fills the plans of one roster."""
 
-    def __init__(self, roster: Roster, config: EngineConfig) -> None:
+    def __init__(self, roster: Roster, config: EngineConfig, drafting: Drafting | None = None) -> None:
+        self._drafting = drafting
         self._roster = roster
         self._pool = roster.pool
         self._size = roster.limits.block_size
@@ -60,6 +62,8 @@ class Batching:
             # Runners rely on decodes coming first.
             plan.chunks.sort(key=lambda chunk: not chunk.is_decode)
             self._mixed = False
+        if self._drafting is not None:
+            self._drafting.fill(plan)
         if not plan.chunks:
             plan.zero += self._pool.take_dirty()
         return bool(plan.chunks or plan.zero)

@@ -7,11 +7,14 @@ Rules
 - A beam only tells its candidates; when the last of a search has, the search takes its turn. What beams produce is not
   published: most of it is given up.
 - A block is published after the forward pass that filled it, so nobody can hit what was not computed.
+- Of guesses, those that the runner accepted are computed tokens like others; what lies behind them is not computed, not
+  counted and not published, and will be overwritten.
 """
 
 from __future__ import annotations
 
 from workers.engine.beams import BeamSearch, assign
+from workers.engine.drafting import Drafting
 from workers.engine.outputs import ends, last_output, output
 from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from workers.engine.roster import Roster
@@ -25,7 +28,8 @@ MAX_DRY_STEPS = 8
 class Commit:
     """Of the plans of one roster."""
 
-    def __init__(self, roster: Roster, block_size: int) -> None:
+    def __init__(self, roster: Roster, block_size: int, drafting: Drafting | None = None) -> None:
+        self._drafting = drafting
         self._roster = roster
         self._size = block_size
         self._dry: dict[Sequence, int] = {}
@@ -41,11 +45,18 @@ class Commit:
         expected = sum(len(chunk.samplers) for chunk in plan.chunks)
         if len(sampled) != expected:
             raise ValueError(f"sampled: the runner returned {len(sampled)} results for {expected} samplers")
+        if self._drafting is not None:
+            self._expect_drafts(plan, sampled)
+            self._drafting.learn(plan, result, now - plan.started_ns)
         outputs: list[SequenceOutput] = []
         size = self._size
         cursor = 0
         for chunk in plan.chunks:
             sequence = chunk.sequence
+            if chunk.drafts:
+                outputs.append(self._checked(chunk, sampled[cursor], now))
+                cursor += 1
+                continue
             end = chunk.start + chunk.count
             sequence.computed = end
             if chunk.count == 1 and end > sequence.high_water and end > sequence.prompt_len:
@@ -71,6 +82,32 @@ class Commit:
                 outputs.append(self._take(sampler, sampled[cursor], now))
                 cursor += 1
         return outputs
+
+    @staticmethod
+    def _expect_drafts(plan: StepPlan, sampled: list[Sampled]) -> None:
+        """Raises ValueError for tokens that are not some of the guesses and one more."""
+        cursor = 0
+        for chunk in plan.chunks:
+            if chunk.drafts:
+                tokens = sampled[cursor].tokens
+                if tokens[:-1] != chunk.drafts[: max(0, len(tokens) - 1)]:
+                    raise ValueError(f"sampled: {len(tokens)} tokens do not begin with the guesses that were checked")
+            cursor += len(chunk.samplers)
+
+    def _checked(self, chunk: Chunk, sampled: Sampled, now: int) -> SequenceOutput:
+        """A decode with guesses: the known token was computed, and the guesses that were right."""
+        sequence = chunk.sequence
+        if chunk.start < sequence.high_water:
+            self._roster.recomputed += 1
+        sequence.computed = chunk.start + 1
+        sequence.high_water = max(sequence.high_water, sequence.computed)
+        told = self._take(sequence, sampled, now, guessed=True)
+        accepted = min(len(told.tokens), max(0, len(sampled.tokens) - 1))
+        assert self._drafting is not None
+        self._drafting.count(accepted, len(chunk.drafts) - accepted)
+        if sequence.record is not None:
+            sequence.record.guessed(accepted, len(chunk.drafts) - accepted)
+        return told
 
     def _count(self, plan: StepPlan, chunk: Chunk, now: int) -> None:
         """Account a chunk of the prompt, or one that is computed again."""
@@ -104,8 +141,8 @@ class Commit:
             publish(blocks[index], keys[index], public=chain.is_public(index))
         sequence.published = full
 
-    def _take(self, sequence: Sequence, sampled: Sampled, now: int) -> SequenceOutput:
-        """Append what was sampled, up to the token that ends the sequence."""
+    def _take(self, sequence: Sequence, sampled: Sampled, now: int, *, guessed: bool = False) -> SequenceOutput:
+        """Append what was sampled, up to the token that ends it. ``guessed``: all but the last are computed."""
         tokens = sampled.tokens
         if sampled.error is not None:
             self._dry.pop(sequence, None)
@@ -124,6 +161,10 @@ class Commit:
             if finish is not None:
                 tokens = tokens[:index]
                 break
+        if guessed:
+            sequence.computed = sequence.high_water = len(known) - 1
+            if sequence.computed // self._size > sequence.published and sequence.chain is not None:
+                self._publish(sequence, sequence.computed // self._size)
         logprobs = sampled.logprobs[: len(tokens)] if sampled.logprobs else []
         roster = self._roster
         roster.service.add(sequence.tenant_key, len(tokens))

@@ -26,6 +26,13 @@ class Constraint(Protocol):
         """
         ...
 
+    def look_ahead(self, tokens: Sequence[int]) -> Sequence[Constraint]:
+        """What would be allowed after the first of these guesses, after two …; changes nothing, never blocks.
+
+        Behind a guess that the grammar forbids nothing is.
+        """
+        ...
+
 
 Compiled = Sequence[Constraint] | None
 """One constraint per choice; None for a grammar that does not compile."""

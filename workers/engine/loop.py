@@ -217,7 +217,7 @@ class Engine:
             grammars.advance(constrained)
 
     def _step_record(self, plan: StepPlan, started: int, run_ns: int) -> StepRecord:
-        decodes = sum(chunk.is_decode for chunk in plan.chunks)
+        decodes = sum(chunk.count for chunk in plan.chunks if chunk.is_decode)
         pool = self.planner.pool
         return StepRecord(
             step=plan.step,

@@ -13,7 +13,7 @@ from workers.protocol import TokenLogprob
 
 @dataclass(slots=True)
 class Chunk:
-    """One sequence's part of a step: tokens ``[start, start + count)`` of ``sequence.tokens`` are computed."""
+    """One sequence's part of a step: tokens ``[start, start + count)`` of ``sequence.tokens + drafts`` are computed."""
 
     sequence: Sequence
     start: int
@@ -21,11 +21,20 @@ class Chunk:
     samplers: tuple[Sequence, ...] = ()
     """Sequences that each sample their next token from the chunk's last row: none while known tokens remain
     uncomputed, normally the sequence itself, and at the end of a prompt with n > 1 all its choices."""
+    drafts: list[int] = field(default_factory=list)
+    """Guesses of what follows the sequence's tokens, which do not have them: the last rows of ``count``."""
+    wanted: int = 0
+    """How many guesses the runner may still add, one row each; their blocks are there."""
+
+    @property
+    def known(self) -> int:
+        """Rows that are tokens of the sequence; the others are guesses."""
+        return self.count - len(self.drafts)
 
     @property
     def is_decode(self) -> bool:
-        """One new token of a sequence whose prompt is computed."""
-        return self.count == 1 and self.start >= self.sequence.prompt_len
+        """One new token of a sequence whose prompt is computed, with or without guesses of what follows."""
+        return self.start >= self.sequence.prompt_len and self.count - len(self.drafts) == 1
 
 
 @dataclass(slots=True)
@@ -50,9 +59,10 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Sampled:
-    """What one sampler drew: one token, or several when drafts were accepted."""
+    """What one sampler drew."""
 
     tokens: list[int]
+    """One; after ``Chunk.drafts`` as many of these as the model would have chosen, and then one of its own."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     candidates: Items[Candidate] = ()
     """For a beam (``Sequence.search``), instead of tokens: its ``search.candidates`` likeliest, best first."""
@@ -65,6 +75,10 @@ class StepResult:
     """``sampled`` is parallel to the plan's samplers, flattened in chunk order."""
 
     sampled: list[Sampled]
+    drafting_ns: int = 0
+    """How much of the step a draft model took."""
+    draft_ns: int = 0
+    """What one guess for everybody took it; 0 where that is not known."""
 
 
 class SequenceFault(Exception):  # noqa: N818 - a fault of some sequences, not of the runner

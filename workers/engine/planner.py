@@ -16,6 +16,7 @@ from workers.config import EngineConfig
 from workers.engine.batching import Batching
 from workers.engine.block_pool import BlockPool
 from workers.engine.commit import Commit
+from workers.engine.drafting import Drafting
 from workers.engine.outputs import last_output
 from workers.engine.plan import StepPlan, StepResult
 from workers.engine.purge import PurgeTicket
@@ -65,8 +66,11 @@ class Planner:
             seed=config.seed,
             records=records,
         )
-        self._batching = Batching(self.roster, config)
-        self._commit = Commit(self.roster, config.block_size)
+        self._drafting = None
+        if config.speculation is not None:
+            self._drafting = Drafting(self.roster, config.speculation, config.max_step_tokens)
+        self._batching = Batching(self.roster, config, self._drafting)
+        self._commit = Commit(self.roster, config.block_size, self._drafting)
         self._ranks: Iterator[int] = count()
         self._open: StepPlan | None = None
         self._cancels: list[tuple[str, int | None]] = []
@@ -154,6 +158,8 @@ class Planner:
     @property
     def steady(self) -> bool:
         """Between steps, with no cancel on its way, and every running sequence gets a token in every step."""
+        if self._drafting is not None:
+            return False
         return self._open is None and not self._cancels and self._batching.in_turn and not self._commit.dry
 
     def passed(self, head: Sequence, first: int, last: int, available: int) -> None:
@@ -254,6 +260,8 @@ class Planner:
             step_ms=step_ms,
             max_running=roster.slots.limit,
             cached_by_tenant=self._owners(),
+            drafts_accepted=0 if self._drafting is None else self._drafting.accepted,
+            drafts_rejected=0 if self._drafting is None else self._drafting.rejected,
         )
 
     def _owners(self) -> dict[str, int]:

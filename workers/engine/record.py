@@ -120,6 +120,9 @@ class SequenceRecord:
     output_tokens: int = 0
     recomputed: int = 0
     """Tokens computed again after a preemption: never billed, never charged."""
+    drafts_accepted: int = 0
+    """Guesses of speculative decoding that became tokens."""
+    drafts_rejected: int = 0
     preemptions: int = 0
     finish: FinishReason | None = None
     error: str | None = None
@@ -173,6 +176,11 @@ class SequenceRecord:
         phase = phases[-1] if phases and phases[-1].kind == "decode" else self._begin("decode", now)
         phase.tokens += tokens
         self._gap(now)
+
+    def guessed(self, accepted: int, rejected: int) -> None:
+        """Guesses of a step that became tokens, and that did not."""
+        self.drafts_accepted += accepted
+        self.drafts_rejected += rejected
 
     def _gap(self, now: int) -> None:
         last = self.last_token_ns

@@ -14,12 +14,16 @@ Rules
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from workers.engine.beams import BeamSearch
 from workers.engine.block_hash import BlockKey, KeyChain
 from workers.engine.constraint import Constraint
 from workers.engine.record import SequenceRecord
 from workers.protocol import FinishReason, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from workers.engine.drafting import Drafter
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +81,8 @@ class Sequence:
     """Makes ``keys``; None when the prefix cache is off."""
     purged: bool = False
     """It was purged while it ran: it publishes nothing more and its blocks are zeroed when released."""
+    drafter: Drafter | None = None
+    """What speculation keeps of it; None before its first guess."""
     record: SequenceRecord | None = None
     """Timings for telemetry; None when nobody asked for them."""
 

@@ -16,6 +16,7 @@ from zlib import crc32
 from workers.engine.beams import Candidate
 from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from workers.engine.sequence import Sequence
+from workers.engine.verify import fold, standings
 from workers.protocol import SamplingParams
 
 
@@ -88,9 +89,15 @@ class FakeRunner:
         for chunk in plan.chunks:
             line = self._read(chunk)
             for sampler in chunk.samplers:
-                self._expect(chunk.start + chunk.count == len(sampler.tokens), "sampled before all was computed")
-                self._expect(sampler.tokens == line, "a choice samples from another's tokens")
-                sampled.append(self.sample(sampler, line))
+                known = line[: chunk.start + chunk.known]
+                self._expect(len(known) == len(sampler.tokens), "sampled before all was computed")
+                self._expect(sampler.tokens == known, "a choice samples from another's tokens")
+                if not chunk.drafts:
+                    sampled.append(self.sample(sampler, line))
+            if chunk.drafts:
+                rows = standings(chunk)
+                found = [self.sample(row, line[: len(row.tokens)]) for row in rows]
+                sampled += fold([chunk], found)
         self.steps += 1
         self.rows += plan.tokens
         return StepResult(sampled)
@@ -127,7 +134,9 @@ class FakeRunner:
             self._expect(sequence not in seen, "a sequence has two chunks in one step")
             seen.add(sequence)
             self._expect(chunk.count > 0, "an empty chunk")
-            self._expect(chunk.start + chunk.count <= len(sequence.tokens), "computes unknown tokens")
+            tokens = sequence.tokens[: chunk.start + chunk.known] + chunk.drafts
+            self._expect(chunk.start + chunk.count == len(tokens), "computes unknown tokens")
+            self._expect(not chunk.drafts or len(sequence.tokens) == chunk.start + 1, "guesses what is known")
             self._expect(sequence.finish is None, "computes a finished sequence")
             self._expect(len(sequence.blocks) * size >= chunk.start + chunk.count, "writes past its blocks")
             self._expect(len(sequence.blocks) == len(set(sequence.blocks)), "one block twice in a table")
@@ -135,18 +144,17 @@ class FakeRunner:
                 place = (sequence.blocks[position // size], position % size)
                 self._expect(place not in written, f"two sequences write slot {place}")
                 written.add(place)
-                self.slots[place[0]][place[1]] = Slot(
-                    sequence.tokens[position], position, sequence.scope, sequence.adapter
-                )
+                self.slots[place[0]][place[1]] = Slot(tokens[position], position, sequence.scope, sequence.adapter)
 
     def _read(self, chunk: Chunk) -> list[int]:
         """The sequence's tokens up to the chunk's end, read through its block table."""
         sequence = chunk.sequence
+        tokens = sequence.tokens[: chunk.start + chunk.known] + chunk.drafts
         line: list[int] = []
         for position in range(chunk.start + chunk.count):
             index = position // self.block_size
             slot = self.slots[sequence.blocks[index]][position % self.block_size]
-            if slot is None or slot.position != position or slot.token != sequence.tokens[position]:
+            if slot is None or slot.position != position or slot.token != tokens[position]:
                 raise PlanError(f"{sequence.id}[{sequence.index}] position {position}: block holds {slot}")
             public = sequence.chain is not None and sequence.chain.is_public(index)
             self._expect(slot.adapter == sequence.adapter, "reads another adapter's block")

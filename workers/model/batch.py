@@ -13,6 +13,7 @@ from torch import Tensor
 
 from workers.engine.plan import Chunk
 from workers.engine.sequence import Sequence
+from workers.engine.verify import standings
 from workers.model.staging import ship
 
 Ints = NDArray[np.int64]
@@ -36,7 +37,7 @@ class Layout:
     """Each sequence's block table."""
     block_size: int
     logit_rows: list[int] = field(default_factory=list)
-    """Rows whose logits are wanted, one per chunk that samples."""
+    """Rows whose logits are wanted: one per chunk that samples, and one more for each of its drafts."""
     samplers: list[Sequence] = field(default_factory=list)
     sampler_rows: list[int] = field(default_factory=list)
     """For each sampler the index into ``logit_rows``; n choices share their prompt's last row."""
@@ -112,13 +113,15 @@ def lay_out(chunks: Items[Chunk], block_size: int) -> Layout:
     offsets = np.arange(block_size)
     for chunk in chunks:
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
-        if end > len(sequence.tokens) or end > len(sequence.blocks) * block_size or chunk.count < 1:
+        known = end - len(chunk.drafts)
+        if known > len(sequence.tokens) or end > len(sequence.blocks) * block_size or known <= start:
             raise ValueError(
                 f"chunk [{chunk.start}, {end}) does not fit sequence {sequence.id!r}: {len(sequence.tokens)} tokens, "
                 f"{len(sequence.blocks)} blocks of {block_size}"
             )
         count = end - start
-        tokens.extend(sequence.tokens[start:end])
+        tokens.extend(sequence.tokens[start:known])
+        tokens.extend(chunk.drafts)
         if count == 1:
             positions.append(np.array([start]))
             slots.append(np.array([sequence.blocks[start // block_size] * block_size + start % block_size]))
@@ -132,7 +135,12 @@ def lay_out(chunks: Items[Chunk], block_size: int) -> Layout:
         contexts.append(end)
         starts.append(rows)
         rows += count
-        if chunk.samplers:
+        if chunk.drafts:
+            own_rows = range(rows - len(chunk.drafts) - 1, rows)
+            sampler_rows += range(len(batch_logits), len(batch_logits) + len(own_rows))
+            batch_logits += own_rows
+            samplers += standings(chunk)
+        elif chunk.samplers:
             samplers += chunk.samplers
             sampler_rows += [len(batch_logits)] * len(chunk.samplers)
             batch_logits.append(rows - 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from workers.engine.plan import Chunk, StepPlan, StepResult
 from workers.engine.sequence import Sequence
+from workers.engine.verify import fold
 from workers.model.attention import Attend, AttentionBackend
 from workers.model.batch import Layout, lay_out, place
 from workers.model.graphs import DecodeGraphs
@@ -60,7 +61,7 @@ class TorchRunner:
             logits = self._forward(layout)
         if len(layout.samplers) != len(layout.logit_rows):
             logits = logits[torch.tensor(layout.sampler_rows, dtype=torch.int64, device=self._device)]
-        return StepResult(sample(logits, layout.samplers))
+        return StepResult(fold(plan.chunks, sample(logits, layout.samplers)))
 
     def _forward(self, layout: Layout) -> Tensor:
         batch = place(layout, self._device)
@@ -73,6 +74,17 @@ class TorchRunner:
         batch = place(lay_out([chunk], self.cache.block_size), self._device)
         every = torch.arange(chunk.count, device=self._device)
         return self.decoder(batch.tokens, batch.positions, Attend(self.attention, self.cache, batch), every)
+
+    @torch.inference_mode()
+    def likeliest(self, chunks: list[Chunk]) -> list[int]:
+        """Compute chunks; the likeliest next token of each that samples (``draft.py``)."""
+        logits = self._forward(lay_out(chunks, self.cache.block_size))
+        return logits.argmax(dim=-1).tolist() if len(logits) else []
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks (source, destination), at once."""
+        with torch.inference_mode():
+            self.cache.copy(pairs)
 
     def warm_up(self) -> None:
         """Run a prompt and a decode once, so that nothing is compiled or set up in a request's step. Leaves zeros."""

@@ -28,13 +28,16 @@ def request(name: str, tokens: list[int] | int, max_tokens: int = 4, **fields: A
 class Drive:
     """One planner, one runner. Every step is checked; outputs are gathered per choice."""
 
-    def __init__(self, *, blocks: int = 64, block_size: int = 4, max_context: int = 100_000, **config: Any) -> None:
+    def __init__(
+        self, *, blocks: int = 64, block_size: int = 4, max_context: int = 100_000, vocab: int = 900, **config: Any
+    ) -> None:
+        self.vocab = vocab
         self.config = EngineConfig(block_size=block_size, **config)
         self.planner = Planner(
             self.config, blocks=blocks, max_context=max_context, revision="rev", eos_ids=[999], records=True
         )
         budget = self.config.max_step_tokens if self.config.kv_cache_reuse else None
-        self.runner = FakeRunner(blocks, block_size, vocab=900, budget=budget)
+        self.runner = FakeRunner(blocks, block_size, vocab=vocab, budget=budget)
         self.sent: dict[Choice, Generate] = {}
         self.tokens: dict[Choice, list[int]] = {}
         self.last: dict[Choice, SequenceOutput] = {}
@@ -76,6 +79,7 @@ class Drive:
         if roster.preemptions > preemptions and plan.chunks:
             assert running.issuperset(roster.running), "a step with a victim admits nobody"
         self.plans.append(plan)
+        assert plan.tokens <= self.config.max_step_tokens or not self.config.kv_cache_reuse
         kinds = [chunk.is_decode for chunk in plan.chunks]
         assert kinds == sorted(kinds, reverse=True), "decodes come first"
         if plan.chunks:
@@ -114,7 +118,7 @@ class Drive:
         seed = generate.params.seed
         assert seed is not None
         got, last = self.tokens[choice], self.last[choice]
-        alone = solo(generate.tokens, generate.max_tokens, seed + choice[1], vocab=900)
+        alone = solo(generate.tokens, generate.max_tokens, seed + choice[1], vocab=self.vocab)
         if last.finish == "length":
             assert got == alone
             if choice[1] == 0:

@@ -28,6 +28,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
     "max_chunk_tokens": lambda folder: {"max_chunk_tokens": 5},
     "cache_share": lambda folder: {"cache_share": 0.5},
     "kv_dtype": lambda folder: {"kv_dtype": "int8"},
+    "speculation": lambda folder: {"speculation": {"method": "ngram", "ngram_min": 1}},
 }
 """The smallest setting of each switch that turns it on. ``folder`` may hold what it names; it is the pair's own."""
 BASE: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "block_size": 16, "blocks": 11}

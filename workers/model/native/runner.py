@@ -9,6 +9,7 @@ from torch import Tensor
 
 from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from workers.engine.sequence import Sequence
+from workers.engine.verify import fold, standings
 from workers.model.masks import allows
 from workers.model.native.decoder import NativeCache, NativeDecoder, Rows
 from workers.model.sampler import sample
@@ -28,17 +29,32 @@ class NativeRunner:
         if not plan.chunks:
             return StepResult([])
         rows, samplers, own = layout(plan, self.cache.block_size)
+        return StepResult(fold(plan.chunks, self._sampled(rows, samplers, own)))
+
+    def _sampled(self, rows: Rows, samplers: list[Sequence], own: list[int]) -> list[Sampled]:
         logits, best = self.decoder.forward(rows)
         choosy = [place for place, one in enumerate(samplers) if not _takes(one, best[own[place]])]
         if not choosy:
-            return StepResult([Sampled([best[row]]) for row in own])
+            return [Sampled([best[row]]) for row in own]
         if len(choosy) == len(samplers):
-            return StepResult(sample(logits[torch.tensor(own)] if len(own) != len(logits) else logits, samplers))
+            return sample(logits[torch.tensor(own)] if len(own) != len(logits) else logits, samplers)
         chosen = sample(logits[torch.tensor([own[place] for place in choosy])], [samplers[place] for place in choosy])
         sampled = [Sampled([best[row]]) for row in own]
         for place, one in zip(choosy, chosen, strict=True):
             sampled[place] = one
-        return StepResult(sampled)
+        return sampled
+
+    @torch.inference_mode()
+    def likeliest(self, chunks: list[Chunk]) -> list[int]:
+        """Compute chunks; the likeliest next token of each that samples (``draft.py``)."""
+        rows, _, own = layout(StepPlan(0, chunks), self.cache.block_size)
+        _, best = self.decoder.forward(rows)
+        return [max(0, best[row]) for row in own]
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks (source, destination), at once."""
+        with torch.inference_mode():
+            self.cache.copy(pairs)
 
     @torch.inference_mode()
     def logits(self, chunk: Chunk) -> Tensor:
@@ -87,7 +103,8 @@ def layout(plan: StepPlan, size: int) -> tuple[Rows, list[Sequence], list[int]]:
     for chunk in plan.chunks:
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
         blocks = sequence.blocks
-        if end > len(sequence.tokens) or end > len(blocks) * size or chunk.count < 1:
+        known = end - len(chunk.drafts)
+        if known > len(sequence.tokens) or end > len(blocks) * size or known <= start:
             raise ValueError(
                 f"chunk [{start}, {end}) does not fit sequence {sequence.id!r}: {len(sequence.tokens)} tokens, "
                 f"{len(blocks)} blocks of {size}"
@@ -101,12 +118,18 @@ def layout(plan: StepPlan, size: int) -> tuple[Rows, list[Sequence], list[int]]:
             rows.positions.append(start)
             rows.slots.append(blocks[start // size] * size + start % size)
         else:
-            rows.tokens.extend(sequence.tokens[start:end])
+            rows.tokens.extend(sequence.tokens[start:known])
+            rows.tokens.extend(chunk.drafts)
             rows.positions.extend(range(start, end))
             for block in range(start // size, -(-end // size)):
                 base = (blocks[block] - block) * size
                 rows.slots.extend(range(base + max(start, block * size), base + min(end, (block + 1) * size)))
-        if chunk.samplers:
+        if chunk.drafts:
+            samplers += standings(chunk)
+            checked = len(chunk.drafts) + 1
+            own += range(len(rows.sample_rows), len(rows.sample_rows) + checked)
+            rows.sample_rows.extend(range(len(rows.tokens) - checked, len(rows.tokens)))
+        elif chunk.samplers:
             samplers += chunk.samplers
             own += [len(rows.sample_rows)] * len(chunk.samplers)
             rows.sample_rows.append(len(rows.tokens) - 1)
