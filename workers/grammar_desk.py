@@ -106,10 +106,8 @@ class TokenConstraint:
         """The work on it that was begun last."""
         return self._busy
 
-    def catch_up(self, tokens: list[int], before: Future[Any] | None) -> None:
+    def catch_up(self, tokens: list[int]) -> None:
         """In a mask thread: take the tokens, make the mask. A failure is kept, not raised."""
-        if before is not None:
-            before.result()
         if self._failed:
             return
         try:
@@ -186,4 +184,6 @@ class GrammarDesk:
 
 def _catch_up(part: list[tuple[TokenConstraint, list[int], Future[Any] | None]]) -> None:
     for constraint, tokens, before in part:
-        constraint.catch_up(tokens, before)
+        if before is not None:
+            before.result()
+        constraint.catch_up(tokens)

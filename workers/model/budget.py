@@ -62,19 +62,35 @@ class Budget:
         }
 
 
-def divide(model: ModelConfig, engine: EngineConfig, device: torch.device, dtype: torch.dtype, context: int) -> Budget:
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Bytes that a second model takes whose keys and values lie under the same blocks."""
+
+    weights: int = 0
+    per_token: int = 0
+
+
+def divide(
+    model: ModelConfig,
+    engine: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    context: int,
+    beside: Beside = Beside(),
+) -> Budget:
     """Plan a worker's memory. ``context``: most tokens of a sequence.
 
     Raises KvCacheSizeError for a cache of fewer than two blocks, and on CUDA for what does not fit.
     """
     free = free_bytes(device)
     margin = int(free * engine.memory_margin)
-    weights = weight_bytes(model, dtype.itemsize)
+    weights = weight_bytes(model, dtype.itemsize) + beside.weights
     rows = engine.max_step_tokens
     activations = activation_bytes(model, engine, dtype.itemsize)
     buffers = CUDA_BUFFERS if device.type == "cuda" else CPU_BUFFERS
     buffers += context * model.head_dim * dtype.itemsize + rows * 64
     per_token = kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, dtype.itemsize, engine.kv_dtype)
+    per_token += beside.per_token
     left = free - margin - weights - activations - buffers
     blocks = block_count(engine, per_token, left if device.type == "cuda" else left // 2)
     kv = blocks * engine.block_size * per_token

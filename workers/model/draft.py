@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from workers.engine.plan import Chunk, Runner, StepPlan, StepResult
 from workers.engine.sequence import Sequence
 
 
+@runtime_checkable
 class Guesser(Protocol):
     """A runner of the smaller model."""
 

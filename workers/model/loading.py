@@ -13,8 +13,10 @@ import torch
 
 from workers.config import MEAN_REQUEST_TOKENS, EngineConfig
 from workers.model.attention import AttentionShape, choose
-from workers.model.budget import Budget, divide
+from workers.model.budget import Beside, Budget, divide
 from workers.model.config import ModelConfig, parse_config, read_config
+from workers.model.draft import DraftRunner
+from workers.model.draft_loading import Draft
 from workers.model.graphs import LARGEST, CudaRecorder, DecodeGraphs, GraphBackend
 from workers.model.kv_cache import KvCacheSizeError, make_cache
 from workers.model.native.build import NativeUnavailableError
@@ -32,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class LoadedModel:
     """A runner and what the worker tells the gateway about it."""
 
-    runner: TorchRunner | NativeRunner
+    runner: TorchRunner | NativeRunner | DraftRunner
     config: ModelConfig
     eos_ids: frozenset[int]
     vocab_size: int
@@ -119,8 +121,10 @@ def load(
             f"the model attends to a sliding window of {config.window} tokens, which is not supported beyond it; set "
             f"engine.max_context: {config.window} or less (now {max_context})"
         )
+    draft = Draft.find(engine, files.dir, config, base_dir=base_dir, cache=cache, progress=progress)
     with opened, torch.no_grad():
-        budget = divide(config, engine, device, dtype, max_context)
+        beside = draft.beside(engine, dtype) if draft is not None else Beside()
+        budget = divide(config, engine, device, dtype, max_context, beside)
         blocks = budget.blocks
         target = architectures.get(config.architecture)
         reason = _why_not_native(engine, config, target, dtype, device)
@@ -136,7 +140,7 @@ def load(
             weights = Weights(opened, dtype, device)
             made = _torch(engine, config, weights, max_context, blocks, dtype, device, architectures)
         weights.close(frozenset({"lm_head.weight"} if config.tied else ()))
-    return LoadedModel(
+    model = LoadedModel(
         runner=made.runner,
         config=config,
         eos_ids=config.eos_ids,
@@ -156,6 +160,9 @@ def load(
         device_name=device_name(device),
         fallback=(made.passed_over if device.type != "cpu" else reason) if engine.attention == "auto" else None,
     )
+    if draft is None:
+        return model
+    return draft.join(model, engine, lambda small, alone: load(small, alone, architectures=architectures))
 
 
 @dataclass(frozen=True, slots=True)

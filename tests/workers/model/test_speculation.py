@@ -44,8 +44,10 @@ def loaded(directory: Path) -> dict[str, LoadedModel]:
 
 
 def run(model: LoadedModel, config: EngineConfig, requests: list[Generate]) -> tuple[list[Finished], Bench]:
-    """All at once, one every other step; then the first once more, for its prefix."""
+    """All at once, one every other step; then the first once more, for its prefix. By this clock rows cost nothing, so
+    that guesses are made whenever there is one."""
     bench = Bench("", config, model)
+    bench.engine._clock = lambda: 0
     found = bench.run(requests, stagger=2)
     again = Generate("again", requests[0].tokens, 30, requests[0].params, scope=requests[0].scope)
     return found + bench.run([again]), bench
@@ -65,8 +67,8 @@ def test_greedy_tokens_are_the_same(loaded: dict[str, LoadedModel], attention: s
     for ours, theirs in zip(guessed, plain, strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
     stats = bench.engine.planner.stats()
-    assert stats.drafts_accepted > 20
-    assert stats.drafts_rejected > 0
+    assert stats.drafts_accepted > 5
+    assert stats.drafts_rejected > 5
     assert stats.hit_tokens > 0
     assert (bench.preemptions > 0) == (blocks == 11)
     assert sum(len(one.tokens) for one in guessed) == sum(one.last.output_tokens for one in guessed if one.last)
