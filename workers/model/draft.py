@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from torch import Tensor
 
 from workers.engine.plan import Chunk, Runner, StepPlan, StepResult
 from workers.engine.sequence import Sequence
@@ -42,12 +43,20 @@ class Guesser(Protocol):
         ...
 
 
+class Target(Runner, Protocol):
+    """A runner of the larger model."""
+
+    def logits(self, chunk: Chunk) -> Tensor:
+        """fp32 logits [count, vocab] of every row of one chunk."""
+        ...
+
+
 class DraftRunner:
     """``workers.engine.plan.Runner`` of a model with a draft model beside it."""
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Target,
         guesser: Guesser,
         *,
         blocks: int,
@@ -70,6 +79,11 @@ class DraftRunner:
         result = self.runner.run(plan)
         result.drafting_ns, result.draft_ns = spent, each
         return result
+
+    def logits(self, chunk: Chunk) -> Tensor:
+        """The larger model's (see ``Target``)."""
+        self.forget(chunk.sequence.blocks)
+        return self.runner.logits(chunk)
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Overwrite both models' keys and values of ``blocks`` with zeros, at once."""
