@@ -73,6 +73,7 @@ def spans() -> list[ReceivedSpan]:
         assert target is not None
         sink = SpanSink(exporter(target), resource({}, "forebay-worker", "w", {}))
         records = tracing.records(sent, 10**18, preempted=True)
+        records[0].guessed(3, 1)
         sink.submit(request_spans(records, parent, SpanContext(parent.trace_id, 5), model="tiny", worker="w", steps={}))
         sink.submit([step_span(tracing.step(1, 10**18, ["a"]), step_context(), "w", True, [])])
         assert telemetry.flush()

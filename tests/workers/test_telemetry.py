@@ -81,6 +81,25 @@ def spans(sink: SpanSink, collector: OtlpReceiver) -> list[ReceivedSpan]:
     return collector.spans()
 
 
+def test_guesses_are_told_of_the_request(worker: WorkerTelemetry, sink: SpanSink, collector: OtlpReceiver) -> None:
+    """Of all choices together: how many, and which part of them was right; nothing where none was made."""
+    for name, guesses in (("with", ((3, 1), (0, 2))), ("without", ())):
+        made = records(2, name)
+        for record, (accepted, rejected) in zip(made, guesses, strict=False):
+            record.guessed(accepted, rejected)
+        for record in made:
+            worker.record(record)
+        worker.keep(name, True)
+    told = [
+        {key: value for key, value in span.attributes.items() if "speculation" in key}
+        for span in spans(sink, collector)
+        if span.name == "inference tiny"
+    ]
+    prefix = "forebay.speculation"
+    assert {f"{prefix}.drafts": 6, f"{prefix}.accepted": 3, f"{prefix}.acceptance": 0.5} in told
+    assert {} in told
+
+
 def test_one_tree_across_both_processes(
     gateway: Telemetry, worker: WorkerTelemetry, sink: SpanSink, collector: OtlpReceiver
 ) -> None:
