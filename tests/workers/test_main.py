@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from tests.workers import tiny_model
 from workers.config import EngineConfig
@@ -62,10 +63,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def start(model: Path) -> AsyncIterator[Callable[..., Any]]:
     workers: list[WorkerProcess] = []
 
-    async def launch(source: str = "tiny", **changes: Any) -> tuple[WorkerProcess, Log]:
+    async def launch(source: str = "tiny", engine: EngineConfig = ENGINE, **changes: Any) -> tuple[WorkerProcess, Log]:
         log = Log()
         env = {"FOREBAY_CACHE": str(model.parent / "cache")}
-        spec = WorkerSpec("m/p-0", 0, "m", source, ENGINE, base_dir=str(model.parent), env=env)
+        spec = WorkerSpec("m/p-0", 0, "m", source, engine, base_dir=str(model.parent), env=env)
         worker = await LocalLauncher(LaunchContext(log=log), **changes).start(spec)
         workers.append(worker)
         return worker, log
@@ -75,11 +76,16 @@ async def start(model: Path) -> AsyncIterator[Callable[..., Any]]:
         await worker.stop(0)
 
 
-def build_info(port: int) -> dict[str, str]:
-    """The labels of the worker's ``forebay_build_info``."""
+def scraped(port: int, name: str) -> list[Sample]:
+    """The worker's samples of one metric."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
-    (found,) = [sample for family in families for sample in family.samples if sample.name == "forebay_build_info"]
+    return [sample for family in families for sample in family.samples if sample.name == name]
+
+
+def build_info(port: int) -> dict[str, str]:
+    """The labels of the worker's ``forebay_build_info``."""
+    (found,) = scraped(port, "forebay_build_info")
     return dict(found.labels)
 
 
@@ -144,6 +150,24 @@ async def test_it_loads_serves_and_drains_on_request(start: Callable[..., Any]) 
         async for _ in messages:  # until the stream ends, in good order
             pass
     assert (await asyncio.wait_for(worker.wait(), 20)).exit_code == 0
+    await client.close()
+
+
+async def test_a_cache_in_bytes_holds_more_and_says_so(start: Callable[..., Any]) -> None:
+    engine = ENGINE.model_copy(update={"blocks": None, "kv_cache": 2**20, "kv_dtype": "int8"})
+    worker, log = await start(engine=engine)
+    client = WorkerClient(worker.address, worker.secret)
+    await client.connect()
+    messages = aiter(client)
+    hello = await asyncio.wait_for(anext(messages), 60)
+    per_token = 2 * 1 * tiny_model.KV_HEADS * (tiny_model.HEAD_DIM + 2)
+    assert (hello.kv_bytes_per_token, hello.blocks) == (per_token, 2**20 // (16 * per_token))
+    assert hello.versions["kv_dtype"] == "int8"
+    (sample,) = await asyncio.to_thread(scraped, hello.metrics_port, "forebay_engine_kv_bytes_per_token")
+    assert sample.value == per_token
+    assert (await log.event("model_loaded"))["kv_dtype"] == "int8"
+    client.send(Generate("a", [3, 4, 5], 12, GREEDY))
+    assert len(await outputs(messages, "a")) == 12
     await client.close()
 
 

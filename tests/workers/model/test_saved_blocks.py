@@ -45,6 +45,7 @@ KINDS = [
     ("torch", torch.bfloat16, "fp8"),
     ("native", torch.bfloat16, "auto"),
     ("native", torch.bfloat16, "int8"),
+    ("native", torch.float32, "fp8"),
 ]
 
 

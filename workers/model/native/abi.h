@@ -16,7 +16,7 @@ struct FbLayer {
 struct FbModel {
   int bf16, layers, hidden, heads, kv_heads, head_dim, ffn, rotary, block_size, gelu, max_rows, max_samples;
   float eps, scale, softcap, embed_scale, logit_softcap;
-  int kv_int8;  // how the cache is kept: 0 as the model computes, 1 as kept.h's Int8
+  int kv;  // how the cache is kept (kept.h): 0 as the model computes, 1 Int8, 2 Fp8
   const float* norm;
   fb::Linear embed;  // packed like a linear; rows are gathered from it
   fb::Linear head;

@@ -50,7 +50,7 @@ class Model(ctypes.Structure):
             )
         ),
         *((name, FLOAT) for name in ("eps", "scale", "softcap", "embed_scale", "logit_softcap")),
-        ("kv_int8", INT),
+        ("kv", INT),
         ("norm", POINTER),
         ("embed", Linear),
         ("head", Linear),

@@ -23,6 +23,7 @@ namespace fb {
 constexpr int kGroup = 64;              // tokens between two rescales
 constexpr int kSubs = kGroup / kLanes;  // sub-blocks of a group
 constexpr int kSplit = 1024;            // tokens of one task
+constexpr int kFewQueries = 2 * kQueries;  // so many read a format of bytes as it lies; for more it is widened first
 constexpr int kMaxQueries = 96;         // of a tile, each head's filled up to whole register tiles
 constexpr float kLog2e = 1.44269504088896341f;
 
@@ -137,10 +138,11 @@ struct Tile {
   float m[kMaxQueries];
   alignas(64) float l[kMaxQueries][16];
   alignas(64) float acc[kMaxQueries * kMaxDim];  // [query][dim]
-  float scale[kMaxQueries];                      // of a query's scores: the model's, times its own where it has one
+  float scale[kMaxQueries];                    // of a query's scores: the model's, times its own where it has one
   float unit[kQueries];                          // of a register tile's weights, where the format scales
   alignas(64) float s[kQueries * kGroup];
   alignas(64) T p[kQueries * kGroup];
+  alignas(64) T wide[C::kScaled ? kSubs : 1][C::kScaled ? 2 * kLanes * (kMaxDim + 1) : 1];  // sub-blocks, widened
   alignas(64) T q[kMaxQueries * kMaxDim];  // register tiles of queries of one head: [dim/K][kQueries][K]
 
   // Query i, which begins at `from`, to where the scores read it; they are multiplied by `by`.
@@ -151,7 +153,7 @@ struct Tile {
       alignas(64) float wide[kMaxDim];
       alignas(64) T narrow[kMaxDim];
       for (int d = 0; d < dim; d++) wide[d] = P::to(begin[d]);
-      scale[i] *= C::narrow(wide, dim, narrow);
+      scale[i] *= C::query(wide, dim, narrow);
       copy(narrow, dim, to);
     } else {
       copy(begin, dim, to);
@@ -183,34 +185,54 @@ struct Tile {
           c.keys(h, end, to, ahead);
         else
           next.keys(h, next_from, next_to, ahead);
-        for (int i = h * n; i < h * n + n; i += kQueries)
-          group(i, std::min(h * n + n - i, kQueries), base, end, k, i == h * n ? ahead : k, c.dim, window, softcap);
+        if constexpr (C::kScaled) {
+          if (n > kFewQueries) {
+            const typename Widened<C>::S* w[kSubs] = {};
+            for (int b = 0; b < kSubs && base + b * kLanes < end; b++) {
+              w[b] = wide[b];
+              Widened<C>::widen(k[b], ahead[b], c.dim, wide[b]);
+            }
+            queries<Widened<C>>(h, base, end, w, w, c.dim, window, softcap);
+            continue;
+          }
+        }
+        queries<C>(h, base, end, k, ahead, c.dim, window, softcap);
       }
     }
   }
 
+  // All queries of head `h` against tokens [base, end).
+  template <class F>
+  void queries(int h, int base, int end, const typename F::S* const* k, const typename F::S* const* ahead, int dim, int window,
+               float softcap) {
+    for (int i = h * n; i < h * n + n; i += kQueries)
+      group<F>(i, std::min(h * n + n - i, kQueries), base, end, k, i == h * n ? ahead : k, dim, window, softcap);
+  }
+
   // Queries [i, i + count) against tokens [base, end).
-  void group(int i, int count, int base, int end, const S* const* k, const S* const* ahead, int dim, int window,
-             float softcap) {
+  template <class F>
+  void group(int i, int count, int base, int end, const typename F::S* const* k, const typename F::S* const* ahead, int dim,
+             int window, float softcap) {
     const int seen = std::min(position[i + count - 1] + 1, end);
     if (seen <= base) return;  // later queries see them
     const int subs = (seen - base + kLanes - 1) / kLanes;
-    scores<C, kQueries>(count, q + spot(i, dim), k, ahead, subs, dim, s, scale + i);
-    for (int j = 0; j < count; j++) soften(i + j, j, base, subs, k, window, softcap, dim);
-    weighs<C, kQueries>(count, p, k, ahead, seen - base, dim, acc + long(i) * dim, unit);
+    scores<F, kQueries>(count, q + spot(i, dim), k, ahead, subs, dim, s, scale + i);
+    for (int j = 0; j < count; j++) soften<F>(i + j, j, base, subs, k, window, softcap, dim);
+    weighs<F, kQueries>(count, p, k, ahead, seen - base, dim, acc + long(i) * dim, unit);
   }
 
   // Turns query i's scores, the j-th of this register tile, into weights and keeps its maximum and denominator.
-  void soften(int i, int j, int base, int subs, const S* const* k, int window, float softcap, int dim) {
+  template <class F>
+  void soften(int i, int j, int base, int subs, const typename F::S* const* k, int window, float softcap, int dim) {
     const int hi = position[i] + 1 - base, lo = window > 0 ? position[i] + 1 - window - base : 0;
     if (hi >= kGroup && lo <= 0)
-      soften<true>(i, j, kSubs, k, lo, hi, softcap, dim);
+      soften<F, true>(i, j, kSubs, k, lo, hi, softcap, dim);
     else
-      soften<false>(i, j, subs, k, lo, hi, softcap, dim);
+      soften<F, false>(i, j, subs, k, lo, hi, softcap, dim);
   }
 
-  template <bool Whole>
-  void soften(int i, int j, int subs, const S* const* k, int lo, int hi, float softcap, int dim) {
+  template <class F, bool Whole>
+  void soften(int i, int j, int subs, const typename F::S* const* k, int lo, int hi, float softcap, int dim) {
     const int n = Whole ? kSubs : subs;
     const float* from = s + j * kGroup;
     T* to = p + j * kGroup;
@@ -237,25 +259,20 @@ struct Tile {
       for (int d = 0; d < dim; d += 16) store(acc + long(i) * dim + d, mul(load(acc + long(i) * dim + d), c));
     }
     m[i] = next;
-    V high = zero();
     for (int b = 0; b < n; b++) {
       V e = exp2<P>(sub(x[b], set1(next)));
       if (!Whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());
       sum = add(sum, e);
-      if constexpr (C::kScaled) {
-        e = mul(e, C::value_scales(k[b], dim));
+      if constexpr (F::kScaled) {
+        e = mul(e, F::value_scales(k[b], dim));
         if (!Whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());  // 0 * NaN that is not ours
         sum = fma(e, zero(), sum);                                                       // NaN that is
-        high = max(high, x[b] = e);
+        x[b] = e;
       } else {
         P::store(to + b * kLanes, e);
       }
     }
-    if constexpr (C::kScaled) {
-      const float top = hmax(high);
-      unit[j] = top / C::kLargest;
-      for (int b = 0; b < n; b++) store_i16(to + b * kLanes, mul(x[b], set1(top > 0 ? C::kLargest / top : 0.f)));
-    }
+    if constexpr (F::kScaled) unit[j] = F::weights(x, n, to);
     store(l[i], sum);
   }
 

@@ -29,7 +29,8 @@ _NO_MEMORY = 2
 _REMEDY = "lower engine.max_step_tokens, engine.max_running or engine.kv_cache"
 
 
-KV_DTYPES = ("auto", "int8")
+KV_DTYPES = ("auto", "int8", "fp8")
+"""In the order of ``FbModel.kv``."""
 
 
 def unsupported(
@@ -172,7 +173,7 @@ class NativeDecoder:
                 "softcap": 0.0,
                 "embed_scale": 1.0,
                 "logit_softcap": 0.0,
-                "kv_int8": int(cache.kv_dtype == "int8"),
+                "kv": KV_DTYPES.index(cache.kv_dtype),
                 "norm": norm,
                 "embed": embed,
                 "head": head,

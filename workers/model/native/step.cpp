@@ -342,9 +342,11 @@ struct Impl final : Engine {
   }
 };
 
-template <class P, class C>
+template <class P>
 Engine* make(const FbModel& m, int threads) {
-  return new Impl<P, C>(m, threads);
+  if (m.kv == 1) return new Impl<P, Int8>(m, threads);
+  if (m.kv == 2) return new Impl<P, Fp8>(m, threads);
+  return new Impl<P, AsComputed<P>>(m, threads);
 }
 
 }  // namespace
@@ -355,8 +357,7 @@ const char* fb_isa() { return isa(); }
 
 // Null when memory or threads for it are not there: no exception may cross into C.
 void* fb_create(const FbModel* m, int threads) try {
-  if (m->kv_int8) return m->bf16 ? make<Bf16, Int8>(*m, threads) : make<F32, Int8>(*m, threads);
-  return m->bf16 ? make<Bf16, AsComputed<Bf16>>(*m, threads) : make<F32, AsComputed<F32>>(*m, threads);
+  return m->bf16 ? make<Bf16>(*m, threads) : make<F32>(*m, threads);
 } catch (...) {
   return nullptr;
 }

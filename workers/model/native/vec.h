@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -179,11 +180,16 @@ inline void store_bf16(uint16_t* p, V v) {
   for (int i = 0; i < 16; i++) p[i] = float_to_bf16(v.f[i]);
 }
 inline V load_bf16(const uint16_t* p) { FB_LANES(bf16_to_float(p[i])) }
+template <class T>
+inline T nearest(float f) {  // as the others: what no T holds is any T
+  f = std::nearbyint(f);
+  return f >= std::numeric_limits<T>::min() && f <= std::numeric_limits<T>::max() ? T(f) : T(0);
+}
 inline void store_i8(int8_t* p, V v) {
-  for (int i = 0; i < 16; i++) p[i] = int8_t(std::nearbyint(v.f[i]));
+  for (int i = 0; i < 16; i++) p[i] = nearest<int8_t>(v.f[i]);
 }
 inline void store_i16(int16_t* p, V v) {
-  for (int i = 0; i < 16; i++) p[i] = int16_t(std::nearbyint(v.f[i]));
+  for (int i = 0; i < 16; i++) p[i] = nearest<int16_t>(v.f[i]);
 }
 #undef FB_LANES
 constexpr int kRows = 4, kQueries = 2, kWide = 2;

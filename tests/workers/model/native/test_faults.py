@@ -16,7 +16,9 @@ from workers.protocol import Generate
 HEALTHY = [1, 2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("float32", "fp8")]
+)
 def test_a_broken_sequence_ends_and_the_others_go_on(tmp_path: Path, dtype: str, kv_dtype: str) -> None:
     """engine: token 299 is NaN in the embedding. Who comes next gets the blocks that it filled with NaN."""
     made = tiny.model(11, hidden_size=64, head_dim=16, tie_word_embeddings=False)

@@ -138,13 +138,14 @@ def test_bf16_stays_close(made: Any) -> None:
     assert (found - expected).norm() / expected.norm() <= 3e-2
 
 
-def test_keys_and_values_in_bytes_stay_close(made: Any) -> None:
+@pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 3e-2), ("fp8", 0.12)])
+def test_keys_and_values_in_bytes_stay_close(made: Any, kv_dtype: str, most: float) -> None:
     tokens = ids(170)
-    found, expected = kernel_of(made, kv_dtype="int8").run((tokens, 0, table(170, 1))), truth(made, tokens)
-    assert 1e-4 < (found - expected).norm() / expected.norm() <= 3e-2
+    found, expected = kernel_of(made, kv_dtype=kv_dtype).run((tokens, 0, table(170, 1))), truth(made, tokens)
+    assert 1e-4 < (found - expected).norm() / expected.norm() <= most
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 def test_chunks_and_threads_change_no_bit(made: Any, kv_dtype: str) -> None:
     """A window leaves whole groups of keys out, as many as the chunk allows: the result must not show it."""
     tokens, blocks = ids(170), table(170, 3)
