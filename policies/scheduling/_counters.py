@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
 from policies.scheduling._lengths import Lengths
@@ -28,24 +28,38 @@ IDLE_KEPT = 4096
 class TenantLines(Protocol):
     """Queued jobs, one line per tenant; ``_lines.Lines`` says what each method does."""
 
-    def push(self, job: Job) -> bool:
-        """True when the tenant's head changed."""
+    def push(self, job: Job, now: float) -> bool:
+        """True when the tenant's line opens or its head changed. Raises ValueError for an id that is queued."""
         ...
 
-    def push_front(self, job: Job) -> bool:
-        """True when the tenant's head changed."""
+    def push_front(self, job: Job, now: float, reason: RequeueReason) -> bool:
+        """True when the tenant's line opens or its head changed. Raises ValueError likewise."""
         ...
 
-    def head(self, tenant: TenantId) -> Job: ...
-    def pop(self, tenant: TenantId) -> Job: ...
+    def pop_if(self, tenant: TenantId, now: float, fits: Fits) -> Job | None:
+        """Remove and return the job of a tenant with a line that goes next, if it fits."""
+        ...
+
     def discard(self, job_id: JobId) -> Job | None: ...
     def drain(self) -> list[Job]: ...
-    def has(self, tenant: TenantId) -> bool: ...
+
+    @property
+    def open(self) -> Container[TenantId]:
+        """Tenants with queued jobs; always the same object."""
+        ...
+
     def __len__(self) -> int: ...
 
 
 class CounterScheduler(ABC):
     """O(log tenants) per operation, and one ``fits`` per head that does not fit."""
+
+    __slots__ = (
+        "_counters", "_last_left", "_lengths", "_lines", "_paid", "_pick", "_resumed", "_sweep_at", "_waiting",
+    )  # fmt: skip
+
+    any_lines = True
+    """Whether it works over any lines: it ranks tenants without looking at their jobs."""
 
     def __init__(
         self,
@@ -66,6 +80,10 @@ class CounterScheduler(ABC):
         self._sweep_at = IDLE_KEPT
         self._pick: tuple[Job, float] | None = None
 
+    def over(self, lines: TenantLines) -> None:
+        """Keep the tenants' jobs in ``lines`` from now on. Only while it has none."""
+        self._lines = lines
+
     # -- what a subclass decides ----------------------------------------------------------------------------------
 
     @abstractmethod
@@ -77,7 +95,7 @@ class CounterScheduler(ABC):
         """Why the job last popped was picked, in a few words. ``counter``: its tenant's, before it was charged."""
 
     def _rank(self, tenant: TenantId, counter: float) -> Any:
-        """Smallest goes next."""
+        """Smallest goes next. Asked also, of what runs, when the tenant does not wait: then it does not matter."""
         return counter
 
     def _entering(self, tenant: TenantId) -> None:  # noqa: B027 - most have nothing to do here
@@ -94,7 +112,7 @@ class CounterScheduler(ABC):
 
     def push(self, job: Job, now: float) -> None:
         """O(log tenants)."""
-        if self._lines.push(job):
+        if self._lines.push(job, now):
             self._headed(job.tenant)
 
     def pop(self, now: float, fits: Fits) -> Job | None:
@@ -102,22 +120,22 @@ class CounterScheduler(ABC):
         tenant = self._waiting.top()
         if tenant is None:
             return None
-        if not fits(self._lines.head(tenant)):
-            head = self._lines.head
-            tenant = self._waiting.next(lambda tenant: fits(head(tenant)))
-            if tenant is None:
+        job = self._lines.pop_if(tenant, now, fits)
+        if job is None:
+            job = self._next(now, fits)
+            if job is None:
                 return None
+            tenant = job.tenant
         counter = self._counters[tenant]
-        job = self._lines.pop(tenant)
         self._pick = (job, counter)
-        self._count(job, self._pay(job))
+        after = self._count(job, self._pay(job))
         self._picked(job, counter)
-        self._leave_if_empty(tenant)
+        self._left(tenant, after)
         return job
 
     def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:
         """O(log tenants). What it paid stays paid and is not charged again at the next dispatch."""
-        if self._lines.push_front(job):
+        if self._lines.push_front(job, now, reason):
             self._headed(job.tenant)
 
     def discard(self, job_id: JobId) -> bool:
@@ -126,8 +144,7 @@ class CounterScheduler(ABC):
         if job is None:
             return False
         self._lengths.forget(job_id)
-        self._count(job, -self._paid.refund(job_id))
-        self._leave_if_empty(job.tenant)
+        self._left(job.tenant, self._count(job, -self._paid.refund(job_id)))
         return True
 
     def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
@@ -136,9 +153,8 @@ class CounterScheduler(ABC):
             self._lengths.note(job, charge.output, final)
         cost = self._paid.settle(job, charge, final)
         if cost:
-            self._count(job, cost)
-            if job.tenant in self._waiting:
-                self._waiting.set(job.tenant, self._rank(job.tenant, self._counters[job.tenant]))
+            tenant = job.tenant
+            self._waiting.change(tenant, self._rank(tenant, self._count(job, cost)))
 
     def drain(self) -> list[Job]:
         """In order of arrival."""
@@ -217,20 +233,35 @@ class CounterScheduler(ABC):
         if len(self._counters) > self._sweep_at:
             self._sweep()
 
-    def _leave_if_empty(self, tenant: TenantId) -> None:
-        if self._lines.has(tenant):
-            self._waiting.set(tenant, self._rank(tenant, self._counters[tenant]))
+    def _next(self, now: float, fits: Fits) -> Job | None:
+        """The job to run when that of the first tenant does not fit."""
+        found: Job | None = None
+
+        def accept(tenant: TenantId) -> bool:
+            nonlocal found
+            found = self._lines.pop_if(tenant, now, fits)
+            return found is not None
+
+        self._waiting.next(accept)
+        return found
+
+    def _left(self, tenant: TenantId, counter: float) -> None:
+        """A job of the tenant left its line; ``counter``: the tenant's now."""
+        if tenant in self._lines.open:
+            self._waiting.set(tenant, self._rank(tenant, counter))
         else:
             self._waiting.remove(tenant)
             self._last_left = tenant
 
-    def _count(self, job: Job, cost: float) -> None:
-        """Charge the job's tenant (negative: give back). The caller ranks it anew."""
-        counter = self._counters.get(job.tenant)
+    def _count(self, job: Job, cost: float) -> float:
+        """Charge the job's tenant (negative: give back); returns its counter. The caller ranks it anew."""
+        tenant = job.tenant
+        counter = self._counters.get(tenant)
         if counter is None:
             # Unknown here (its job began before a swap, or it was swept): it counts as if it came back now.
             counter = self._floor()
-        self._counters[job.tenant] = counter + cost / job.weight
+        self._counters[tenant] = counter = counter + cost / job.weight
+        return counter
 
     def _sweep(self) -> None:
         """Amortised O(1)."""

@@ -31,7 +31,8 @@ class KeyedLines(Generic[F]):
 
     def __init__(self) -> None:
         self._jobs: dict[JobId, _Entry[F]] = {}
-        self._heaps: dict[F, list[_Entry[F]]] = {}
+        self.open: dict[F, list[_Entry[F]]] = {}
+        """The lines, by flow; to read."""
         self._back = 0
         self._front = 0
         self._stale = 0
@@ -43,9 +44,9 @@ class KeyedLines(Generic[F]):
             raise ValueError(f"job {job_id!r} is already queued")
         self._back = order = self._back + 1
         self._jobs[job_id] = entry = (key, order, job, flow, key)
-        heap = self._heaps.get(flow)
+        heap = self.open.get(flow)
         if heap is None:
-            self._heaps[flow] = [entry]
+            self.open[flow] = [entry]
             return True
         heappush(heap, entry)
         return heap[0] is entry
@@ -56,7 +57,7 @@ class KeyedLines(Generic[F]):
             raise ValueError(f"job {job.id!r} is already queued")
         self._front = order = self._front - 1
         self._jobs[job.id] = entry = (_FRONT, order, job, flow, key)
-        heappush(self._heaps.setdefault(flow, []), entry)
+        heappush(self.open.setdefault(flow, []), entry)
         return True
 
     def rekey(self, job_id: JobId, key: float) -> bool:
@@ -67,7 +68,7 @@ class KeyedLines(Generic[F]):
             return False
         fresh = (_FRONT if place == _FRONT else key, order, job, flow, key)
         self._jobs[job_id] = fresh
-        heap = self._heaps[flow]
+        heap = self.open[flow]
         was_head = heap[0] is old
         if was_head:
             heapreplace(heap, fresh)
@@ -75,15 +76,15 @@ class KeyedLines(Generic[F]):
         else:
             heappush(heap, fresh)
             self._outdated()
-        return was_head or self._heaps[flow][0] is fresh
+        return was_head or self.open[flow][0] is fresh
 
     def head(self, flow: F) -> Job:
         """The first job of a flow that has a line."""
-        return self._heaps[flow][0][2]
+        return self.open[flow][0][2]
 
     def head_key(self, flow: F) -> float:
         """Its key."""
-        return self._heaps[flow][0][4]
+        return self.open[flow][0][4]
 
     def pop(self, flow: F) -> Job:
         """Remove and return the first job of a flow that has a line."""
@@ -91,15 +92,19 @@ class KeyedLines(Generic[F]):
 
     def advance(self, flow: F) -> tuple[Job, float | None]:
         """``pop``, and the key of the flow's next head; None when that was its last job."""
-        heap = self._heaps[flow]
+        heap = self.open[flow]
         job = heappop(heap)[2]
         del self._jobs[job.id]
         if self._stale:
             self._tidy(heap)
         if heap:
             return job, heap[0][4]
-        del self._heaps[flow]
+        del self.open[flow]
         return job, None
+
+    def pop_if(self, flow: F, fits: Callable[[Job], bool]) -> Job | None:
+        """``pop`` where the flow's head fits; else None."""
+        return self.advance(flow)[0] if fits(self.open[flow][0][2]) else None
 
     def discard(self, job_id: JobId) -> tuple[F, Job] | None:
         """Remove a job wherever it stands; None when it is not queued."""
@@ -107,7 +112,7 @@ class KeyedLines(Generic[F]):
         if entry is None:
             return None
         flow, job = entry[3], entry[2]
-        if self._heaps[flow][0] is entry:
+        if self.open[flow][0] is entry:
             self.pop(flow)
         else:
             del self._jobs[job_id]
@@ -118,13 +123,13 @@ class KeyedLines(Generic[F]):
         """Remove and return all jobs in order of arrival, returned ones first. O(n log n)."""
         entries = sorted(self._jobs.values(), key=lambda entry: entry[1])
         self._jobs.clear()
-        self._heaps.clear()
+        self.open.clear()
         self._stale = 0
         return [entry[2] for entry in entries]
 
     def has(self, flow: F) -> bool:
         """Whether the flow has queued jobs."""
-        return flow in self._heaps
+        return flow in self.open
 
     def get(self, job_id: JobId) -> Job | None:
         """The job, if it is queued."""
@@ -135,7 +140,7 @@ class KeyedLines(Generic[F]):
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[F]:
-        return iter(self._heaps)
+        return iter(self.open)
 
     def _tidy(self, heap: list[_Entry[F]]) -> None:
         """Take stale entries off the top."""
@@ -147,10 +152,10 @@ class KeyedLines(Generic[F]):
         """One more stale entry lies somewhere. Amortised O(1)."""
         self._stale += 1
         if self._stale > len(self._jobs) + 64:
-            for flow, heap in self._heaps.items():
+            for flow, heap in self.open.items():
                 live = [entry for entry in heap if self._jobs.get(entry[2].id) is entry]
                 heapify(live)
-                self._heaps[flow] = live
+                self.open[flow] = live
             self._stale = 0
 
 

@@ -62,6 +62,8 @@ class _Series:
 class Lengths:
     """See the module's rules. O(1) per call: ``WINDOW`` is a small constant."""
 
+    __slots__ = ("_predict", "_produced", "_quantile", "_series", "learns")
+
     def __init__(self, predict: Predict = "mean", quantile: float = 0.8) -> None:
         self._predict = predict
         self._quantile = quantile

@@ -7,9 +7,14 @@ from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Generic, TypeVar
 
-from policies.types import Job, JobId, TenantId
+from policies.spi import Fits
+from policies.types import Job, JobId, RequeueReason, TenantId
 
 _FEW = 32
+
+
+def _always(job: Job) -> bool:
+    return True
 
 
 class Lines:
@@ -19,57 +24,69 @@ class Lines:
     outnumber the live ones.
     """
 
+    __slots__ = ("_back", "_front", "_jobs", "_stale", "open")
+
     def __init__(self) -> None:
-        self._lines: dict[TenantId, deque[tuple[int, Job]]] = {}
+        self.open: dict[TenantId, deque[tuple[int, Job]]] = {}
+        """The lines, by tenant; to read."""
         self._jobs: dict[JobId, tuple[int, Job]] = {}
         self._back = 0
         self._front = 0
         self._stale = 0
 
-    def push(self, job: Job) -> bool:
+    def push(self, job: Job, now: float = 0.0) -> bool:
         """Append; True when this opens the tenant's line. Raises ValueError for an id that is already queued."""
         job_id = job.id
         if job_id in self._jobs:
             raise ValueError(f"job {job_id!r} is already queued")
         self._back = order = self._back + 1
         entry = self._jobs[job_id] = (order, job)
-        line = self._lines.get(job.tenant)
+        line = self.open.get(job.tenant)
         if line is None:
-            self._lines[job.tenant] = deque((entry,))
+            self.open[job.tenant] = deque((entry,))
             return True
         line.append(entry)
         return False
 
-    def push_front(self, job: Job) -> bool:
+    def push_front(self, job: Job, now: float = 0.0, reason: RequeueReason = RequeueReason.SWAP) -> bool:
         """Put before all others of its tenant: always its head. Raises ValueError likewise."""
         if job.id in self._jobs:
             raise ValueError(f"job {job.id!r} is already queued")
         self._front = order = self._front - 1
         entry = self._jobs[job.id] = (order, job)
-        line = self._lines.get(job.tenant)
+        line = self.open.get(job.tenant)
         if line is None:
-            self._lines[job.tenant] = deque((entry,))
+            self.open[job.tenant] = deque((entry,))
         else:
             line.appendleft(entry)
         return True
 
     def head(self, tenant: TenantId) -> Job:
         """The first job of a tenant that has a line."""
-        return self._lines[tenant][0][1]
+        return self.open[tenant][0][1]
 
     def head_order(self, tenant: TenantId) -> int:
         """The place of that job among all: smaller came first, returned jobs are negative."""
-        return self._lines[tenant][0][0]
+        return self.open[tenant][0][0]
 
     def pop(self, tenant: TenantId) -> Job:
         """Remove and return the first job of a tenant that has a line."""
-        line = self._lines[tenant]
-        job = line.popleft()[1]
+        job = self.pop_if(tenant, 0.0, _always)
+        assert job is not None
+        return job
+
+    def pop_if(self, tenant: TenantId, now: float, fits: Fits) -> Job | None:
+        """``pop`` where the tenant's head fits; else None."""
+        line = self.open[tenant]
+        job = line[0][1]
+        if not fits(job):
+            return None
+        line.popleft()
         del self._jobs[job.id]
         if self._stale:
             self._tidy(line)
         if not line:
-            del self._lines[tenant]
+            del self.open[tenant]
         return job
 
     def discard(self, job_id: JobId) -> Job | None:
@@ -78,7 +95,7 @@ class Lines:
         if entry is None:
             return None
         job = entry[1]
-        if self._lines[job.tenant][0] is entry:
+        if self.open[job.tenant][0] is entry:
             return self.pop(job.tenant)
         del self._jobs[job_id]
         self._stale += 1
@@ -89,18 +106,18 @@ class Lines:
     def drain(self) -> list[Job]:
         """Remove and return all jobs in order of arrival, returned ones first. O(n log n)."""
         entries = sorted(self._jobs.values(), key=lambda entry: entry[0])
-        self._lines.clear()
+        self.open.clear()
         self._jobs.clear()
         self._stale = 0
         return [job for _, job in entries]
 
     def tenants(self) -> Iterator[TenantId]:
         """Tenants with a line."""
-        return iter(self._lines)
+        return iter(self.open)
 
     def has(self, tenant: TenantId) -> bool:
         """Whether the tenant has queued jobs."""
-        return tenant in self._lines
+        return tenant in self.open
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -112,50 +129,77 @@ class Lines:
             self._stale -= 1
 
     def _sweep(self) -> None:
-        for tenant, line in self._lines.items():
-            self._lines[tenant] = deque(entry for entry in line if self._jobs.get(entry[1].id) is entry)
+        for tenant, line in self.open.items():
+            self.open[tenant] = deque(entry for entry in line if self._jobs.get(entry[1].id) is entry)
         self._stale = 0
 
 
 K = TypeVar("K", bound=Hashable)
 
+_RANK, _SERIAL, _KEY, _TRUE = range(4)
+_GONE = object()
+
 
 class Ranking(Generic[K]):
     """Keys ordered by a rank that may change; smallest first, ties in order of entry.
 
-    A heap with lazy updates: raising a rank is O(1), since its old heap entry is a lower bound that is corrected when
-    it comes up; lowering or inserting is O(log n). Stale entries are swept when they outnumber the live ones.
+    A heap with lazy updates: raising a rank is O(1), since the rank under which it stands in the heap is a lower bound
+    that is corrected when it comes up; lowering or inserting is O(log n). Stale entries are swept when they outnumber
+    the live ones. One record per key, in the table and in the heap: [rank it stands under, serial, key, its rank].
     """
 
+    __slots__ = ("_entries", "_heap", "_serial")
+
     def __init__(self) -> None:
-        self._rank: dict[K, Any] = {}
-        self._entry: dict[K, tuple[Any, int, K]] = {}
-        self._heap: list[tuple[Any, int, K]] = []
+        self._entries: dict[K, list[Any]] = {}
+        self._heap: list[list[Any]] = []
         self._serial = 0
 
     def set(self, key: K, rank: Any) -> None:
         """Insert the key or change its rank."""
-        self._rank[key] = rank
-        entry = self._entry.get(key)
-        if entry is None or rank < entry[0]:
-            self._push(key, rank)
+        entry = self._entries.get(key)
+        if entry is not None:
+            if not rank < entry[0]:
+                entry[3] = rank
+                return
+            entry[3] = _GONE
+        self._serial = serial = self._serial + 1
+        self._entries[key] = entry = [rank, serial, key, rank]
+        heap = self._heap
+        heappush(heap, entry)
+        if len(heap) > 2 * len(self._entries) + 64:
+            heap[:] = self._entries.values()
+            heapify(heap)
+
+    def change(self, key: K, rank: Any) -> None:
+        """Change the key's rank, if it is in."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            if rank < entry[0]:
+                self.set(key, rank)
+            else:
+                entry[3] = rank
 
     def remove(self, key: K) -> None:
         """Take the key out; it must be in."""
-        del self._rank[key]
-        del self._entry[key]
+        self._entries.pop(key)[_TRUE] = _GONE
 
     def min(self) -> Any:
         """The smallest rank. Raises IndexError when empty."""
         self._settle()
-        return self._heap[0][0]
+        return self._heap[0][_RANK]
 
     def top(self) -> K | None:
         """The first key in order of rank; None when empty."""
-        if not self._rank:
+        heap = self._heap
+        if not self._entries:
             return None
-        self._settle()
-        return self._heap[0][2]
+        entry = heap[0]
+        if entry[3] != entry[0]:
+            self._settle()
+            entry = heap[0]
+        key: K = entry[2]
+        return key
 
     def first(self, accept: Callable[[K], bool]) -> K | None:
         """The first key in order of rank that ``accept`` takes; None when it takes none. O(k log n) for k asked."""
@@ -164,57 +208,48 @@ class Ranking(Generic[K]):
 
     def next(self, accept: Callable[[K], bool]) -> K | None:
         """Like ``first``, when the top was asked and refused already."""
-        refused = [heappop(self._heap)]
+        heap = self._heap
+        refused = [heappop(heap)]
         try:
-            while len(refused) < min(len(self._rank), _FEW):
+            while len(refused) < min(len(self._entries), _FEW):
                 self._settle()
-                entry = self._heap[0]
-                if accept(entry[2]):
-                    return entry[2]
-                refused.append(heappop(self._heap))
+                key: K = heap[0][_KEY]
+                if accept(key):
+                    return key
+                refused.append(heappop(heap))
         finally:
             for entry in refused:
-                heappush(self._heap, entry)
-        if len(refused) == len(self._rank):
+                heappush(heap, entry)
+        if len(refused) == len(self._entries):
             return None
         # Perhaps nothing is accepted: then sorting all at once is cheaper than taking one after the other.
-        rest = sorted((rank, self._entry[key][1], key) for key, rank in self._rank.items())
-        return next((entry[2] for entry in rest[len(refused) :] if accept(entry[2])), None)
+        rest = sorted((entry[_TRUE], entry[_SERIAL], key) for key, entry in self._entries.items())
+        return next((key for _, _, key in rest[len(refused) :] if accept(key)), None)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._rank.clear()
-        self._entry.clear()
+        self._entries.clear()
         self._heap.clear()
 
     def __contains__(self, key: K) -> bool:
-        return key in self._rank
+        return key in self._entries
 
     def __len__(self) -> int:
-        return len(self._rank)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[K]:
-        return iter(self._rank)
-
-    def _push(self, key: K, rank: Any) -> None:
-        self._serial += 1
-        entry = self._entry[key] = (rank, self._serial, key)
-        heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._entry) + 64:
-            self._heap = list(self._entry.values())
-            heapify(self._heap)
+        return iter(self._entries)
 
     def _settle(self) -> None:
         """Bring a live entry with its true rank to the top."""
-        heap, entries, ranks = self._heap, self._entry, self._rank
+        heap = self._heap
         while heap:
             entry = heap[0]
-            rank, serial, key = entry
-            if entries.get(key) is not entry:
-                heappop(heap)
-                continue
-            true = ranks[key]
-            if true == rank:
+            rank = entry[3]
+            if rank == entry[0]:
                 return
-            entries[key] = fresh = (true, serial, key)
-            heapreplace(heap, fresh)
+            if rank is _GONE:
+                heappop(heap)
+            else:
+                entry[0] = rank
+                heapreplace(heap, entry)

@@ -20,7 +20,8 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 
 from policies.scheduling._keyed import KeyedLines
-from policies.types import Job, JobId, PrefixKey, TenantId
+from policies.spi import Fits
+from policies.types import Job, JobId, PrefixKey, RequeueReason, TenantId
 
 MOVED = 2
 
@@ -66,10 +67,11 @@ class PrefixLines:
         self._hot = HotPrefixes(max_keys)
         self._ageing = ageing
         self._lines: KeyedLines[TenantId] = KeyedLines()
+        self.open = self._lines.open
         self._depths: dict[JobId, int] = {}
         self._watched: dict[PrefixKey, dict[JobId, None]] = {}
 
-    def push(self, job: Job) -> bool:
+    def push(self, job: Job, now: float) -> bool:
         """O(log n)."""
         if not job.prefix_keys:
             return self._lines.push(job.tenant, job, self._ageing * job.arrived_at)
@@ -78,25 +80,22 @@ class PrefixLines:
         self._watch(job, depth)
         return changed
 
-    def push_front(self, job: Job) -> bool:
+    def push_front(self, job: Job, now: float, reason: RequeueReason) -> bool:
         """O(log n)."""
         depth = self._hot.depth(job.prefix_keys)
         changed = self._lines.push_front(job.tenant, job, self._key(job, depth))
         self._watch(job, depth)
         return changed
 
-    def head(self, tenant: TenantId) -> Job:
-        """Longest hot prefix first, waits count."""
-        return self._lines.head(tenant)
-
     def head_key(self, tenant: TenantId) -> float:
-        """For comparing tenants."""
-        return float(self._lines.head_key(tenant))
+        """For comparing tenants; 0 without a line."""
+        line = self.open.get(tenant)
+        return line[0][4] if line else 0.0
 
-    def pop(self, tenant: TenantId) -> Job:
-        """O(log n). ``touch`` its chain afterwards if it runs."""
-        job = self._lines.pop(tenant)
-        if job.prefix_keys:
+    def pop_if(self, tenant: TenantId, now: float, fits: Fits) -> Job | None:
+        """O(log n); longest hot prefix first, waits count. ``touch`` its chain afterwards."""
+        job = self._lines.pop_if(tenant, fits)
+        if job is not None and job.prefix_keys:
             self._unwatch(job)
         return job
 

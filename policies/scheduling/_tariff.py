@@ -44,6 +44,8 @@ class Prepaid:
     cached are refunded down to ``cached_cost``; tokens never computed or produced are refunded with the final charge.
     """
 
+    __slots__ = ("_left", "_tariff")
+
     def __init__(self, tariff: Tariff) -> None:
         self._tariff = tariff
         self._left: dict[JobId, tuple[int, int]] = {}
@@ -53,11 +55,12 @@ class Prepaid:
 
         ``output``: tokens that it is expected to produce. ``cached``: prompt tokens expected to cost nothing.
         """
-        if job.id in self._left:
+        left, job_id, tariff = self._left, job.id, self._tariff
+        if job_id in left:
             return 0.0
         prompt = job.prompt_tokens - cached
-        self._left[job.id] = (prompt, output)
-        return prompt * self._tariff.input_cost + output * self._tariff.output_cost
+        left[job_id] = (prompt, output)
+        return prompt * tariff.input_cost + output * tariff.output_cost
 
     def settle(self, job: Job, charge: Charge, final: bool) -> float:
         """Cost to charge (negative: to give back) for reported work, beside what was taken. O(1)."""

@@ -51,7 +51,7 @@ class DrrScheduler(CounterScheduler):
         return self._round * self._quantum
 
     def _rank(self, tenant: TenantId, counter: float) -> Any:
-        return math.floor(counter / self._quantum), self._places[tenant]
+        return counter // self._quantum, self._places.get(tenant, 0)
 
     def _why(self, counter: float, tenants: int) -> str:
         return f"its turn in round {self._round} of {tenants} waiting tenants"
@@ -61,10 +61,12 @@ class DrrScheduler(CounterScheduler):
         self._places[tenant] = self._joined
 
     def _picked(self, job: Job, counter: float) -> None:
-        self._round = max(self._round, math.floor(counter / self._quantum))
+        turn = int(counter // self._quantum)
+        if turn > self._round:
+            self._round = turn
 
-    def _leave_if_empty(self, tenant: TenantId) -> None:
-        super()._leave_if_empty(tenant)
+    def _left(self, tenant: TenantId, counter: float) -> None:
+        super()._left(tenant, counter)
         if tenant not in self._waiting:
             del self._places[tenant]
 

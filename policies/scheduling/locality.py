@@ -42,6 +42,8 @@ class LocalityConfig(PredictingConfig):
 class LocalityScheduler(CounterScheduler):
     """O(log n) per operation and O(blocks of the prompt) per dispatch."""
 
+    any_lines = False
+
     def __init__(self, tariff: Tariff, lengths: Lengths, *, quantum: float, ageing: float, max_keys: int) -> None:
         self._prefixes = PrefixLines(max_keys, ageing)
         super().__init__(tariff, lengths, lines=self._prefixes)
@@ -62,14 +64,18 @@ class LocalityScheduler(CounterScheduler):
         return self._round * self._quantum
 
     def _rank(self, tenant: TenantId, counter: float) -> Any:
-        return math.floor(counter / self._quantum), self._prefixes.head_key(tenant)
+        return counter // self._quantum, self._prefixes.head_key(tenant)
 
     def _pay(self, job: Job) -> float:
-        self._matched = self._prefixes.matched(job)
+        self._matched = self._prefixes.matched(job) if job.prefix_keys else 0
         return self._paid.take(job, self._lengths.begin(job), self._matched)
 
     def _picked(self, job: Job, counter: float) -> None:
-        self._round = max(self._round, math.floor(counter / self._quantum))
+        turn = int(counter // self._quantum)
+        if turn > self._round:
+            self._round = turn
+        if not job.prefix_keys:
+            return
         for tenant in self._prefixes.touch(job):
             if tenant in self._waiting and self._prefixes.has(tenant):
                 self._waiting.set(tenant, self._rank(tenant, self._counters[tenant]))

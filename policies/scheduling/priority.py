@@ -66,10 +66,11 @@ class _CountedBand(_Band):
         self._priority = priority
         self._floors = floors
 
-    def _count(self, job: Job, cost: float) -> None:
-        super()._count(job, cost)
+    def _count(self, job: Job, cost: float) -> float:
+        counter = super()._count(job, cost)
         if self._floors.granted:
             self._floors.serve(self._priority, cost, ordinary=self.ordinary)
+        return counter
 
 
 class PriorityScheduler:
@@ -214,18 +215,20 @@ class PriorityScheduler:
 
     def _pop(self, priority: int, now: float, fits: Fits, *, due: bool) -> Job | None:
         band = self._bands[priority]
-        if self._named:
-            band.ordinary = not due
-        try:
+        if not self._named:
             job = band.pop(now, fits)
-        finally:
-            band.ordinary = False
+        else:
+            band.ordinary = not due
+            try:
+                job = band.pop(now, fits)
+            finally:
+                band.ordinary = False
+            if job is not None:
+                self._mark(priority)
         if job is None:
             return None
         self._known[job.id] = (priority, 0, job)
         self._queued -= 1
-        if self._named:
-            self._mark(priority)
         self._pick = (job, priority, due)
         return job
 

@@ -17,8 +17,9 @@ Rules
 
 from __future__ import annotations
 
-from policies.scheduling._counters import CounterScheduler
-from policies.scheduling._lengths import Predict, PredictingConfig
+from policies.scheduling._counters import CounterScheduler, TenantLines
+from policies.scheduling._lengths import Lengths, Predict, PredictingConfig
+from policies.scheduling._tariff import Prepaid, Tariff
 from policies.spi import PolicyContext, PolicySpec
 
 
@@ -31,8 +32,19 @@ class VtcConfig(PredictingConfig):
 class VtcScheduler(CounterScheduler):
     """O(log tenants) per operation; charging is O(1) unless it gives back."""
 
-    _level = 0.0
-    """Floor until somebody left the queue here."""
+    __slots__ = ("_level",)
+
+    def __init__(
+        self,
+        tariff: Tariff,
+        lengths: Lengths | None = None,
+        *,
+        lines: TenantLines | None = None,
+        paid: Prepaid | None = None,
+    ) -> None:
+        """As ``CounterScheduler``."""
+        super().__init__(tariff, lengths, lines=lines, paid=paid)
+        self._level = 0.0  # floor until somebody left the queue here
 
     def _floor(self) -> float:
         if len(self._waiting):

@@ -42,11 +42,14 @@ class WfqScheduler(CounterScheduler):
 
     def _picked(self, job: Job, counter: float) -> None:
         # A head that did not fit before may start late, with an old tag: virtual time never runs back.
-        self._now = max(self._now, counter)
+        if counter > self._now:
+            self._now = counter
 
-    def _count(self, job: Job, cost: float) -> None:
-        super()._count(job, cost)
-        self._latest = max(self._latest, self._counters[job.tenant])
+    def _count(self, job: Job, cost: float) -> float:
+        counter = super()._count(job, cost)
+        if counter > self._latest:
+            self._latest = counter
+        return counter
 
     def _start(self, level: float) -> None:
         self._now = level

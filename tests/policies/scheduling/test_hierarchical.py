@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from policies import testing
 from policies.queue import JobQueue
-from policies.scheduling import hierarchical as module
-from policies.scheduling.hierarchical import HierarchicalScheduler
+from policies.scheduling import _members as module
+from policies.scheduling._levels import StandIns
+from policies.scheduling._lines import Lines
+from policies.scheduling._members import MemberLines
 from policies.scheduling.vtc import VtcScheduler
 from policies.spi import PolicyConfigError, PolicyContext
 from policies.testing import always, make_job
@@ -78,7 +80,7 @@ def test_a_member_is_a_user_or_a_key() -> None:
     policy = build("hierarchical", by="key")
     policy.push(make_job("by user", "t", user="u"), 0.0)
     policy.push(make_job("by nothing", "t"), 0.0)
-    assert sorted(policy._inside["t"].policy.counters()) == ["", "u"]
+    assert sorted(policy._lines._inside["t"].policy.counters()) == ["", "u"]
 
 
 PAIRS = [(outer, inner) for i, outer in enumerate(NAMES) for j, inner in enumerate(NAMES) if (i + j) % 3 == 0]
@@ -93,7 +95,7 @@ def test_any_two_policies_keep_the_contract(outer: str, inner: str) -> None:
 
 def test_the_inner_choice_runs_and_the_outer_account_is_right() -> None:
     """The stand-in that comes up is another job's: they swap, and every token is charged once on both levels."""
-    policy = pair("vtc", "sjf")
+    policy = StandIns(VtcScheduler(TARIFF), MemberLines(lambda: build("sjf"), lambda job: job.user or "", {}))
     policy.push(make_job("long", "a", prompt=500, output=1, user="u"), 0.0)
     policy.push(make_job("short", "a", prompt=10, output=1, user="u"), 0.0)
     policy.push(make_job("other", "b", prompt=100, output=1), 0.0)
@@ -108,7 +110,7 @@ def test_the_inner_choice_runs_and_the_outer_account_is_right() -> None:
     assert policy.dump()["prepaid"] == {"other": 100, "long": 10}, "what its stand-in paid; reports correct it"
     policy.charge(make_job("long", "a", prompt=500, output=1, user="u"), Charge(500, 0, 1), 2.0, True)
     assert policy.dump()["service"]["a"] == 12.0 + 502.0
-    assert len(policy._seats) == len(policy._sitting) == 1
+    assert len(policy._stand_ins) == len(policy._sitting) == 1
 
 
 def test_an_id_used_again_while_its_stand_in_serves_another() -> None:
@@ -130,7 +132,7 @@ class Fickle(VtcScheduler):
     failing = False
 
     def pop(self, now: float, fits: Any) -> Job | None:
-        fitting = [tenant for tenant in list(self._waiting) if fits(self._lines.head(tenant))]
+        fitting = [tenant for tenant in list(self._waiting) if fits(cast(Lines, self._lines).head(tenant))]
         if self.failing:
             raise RuntimeError("failing")
         last = fitting[-1] if fitting else None
@@ -139,7 +141,7 @@ class Fickle(VtcScheduler):
 
 def test_an_outer_policy_that_asks_and_takes_another_loses_nothing() -> None:
     outer = Fickle(TARIFF)
-    policy = HierarchicalScheduler(outer, lambda: VtcScheduler(TARIFF), lambda job: job.user or "", {})
+    policy = StandIns(outer, MemberLines(lambda: VtcScheduler(TARIFF), lambda job: job.user or "", {}))
     for i in range(9):
         policy.push(make_job(f"j{i}", f"t{i % 3}"), 0.0)
     assert pop(policy).id == "j2"
@@ -201,7 +203,7 @@ def test_inner_policies_of_idle_tenants_are_dropped(monkeypatch: pytest.MonkeyPa
         job = policy.pop(0.0, lambda job: job.tenant != "steady")
         assert job is not None
         policy.charge(job, Charge(10, 0, 1), 0.0, True)
-    assert len(policy._inside) <= 40
+    assert len(policy._lines._inside) <= 40
     assert pop(policy).id == "stays"
 
 
@@ -229,7 +231,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(ACTIONS, st.sampled_from(NAMES), st.sampled_from(NAMES))
-def test_seats_match_jobs_at_every_moment(actions: list[tuple[str, int]], outer: str, inner: str) -> None:
+def test_both_levels_hold_the_same_jobs_at_every_moment(actions: list[tuple[str, int]], outer: str, inner: str) -> None:
     policy = pair(outer, inner)
     queued: dict[str, Job] = {}
     running: dict[str, Job] = {}
@@ -257,12 +259,16 @@ def test_seats_match_jobs_at_every_moment(actions: list[tuple[str, int]], outer:
                 policy.charge(job, Charge(1, 0, number % 5), now, action == "end")
                 if action == "end":
                     del running[job.id]
-        assert len(policy) == len(policy._outer) == len(queued)
-        assert sum(len(inside.policy) for inside in policy._inside.values()) == len(queued)
-        assert sum(inside.running for inside in policy._inside.values()) == len(running)
-        assert set(policy._seats) == {*queued, *running}
-        assert {seat.job.id for seat in policy._sitting.values()} == set(policy._seats)
-        for stand_in, seat in policy._sitting.items():
-            assert seat.stand_in.id == stand_in
-            assert seat.stand_in.tenant == seat.job.tenant
+        lines = policy._lines
+        assert len(policy) == len(policy._outer) == len(lines) == len(queued)
+        assert set(lines._members) == {*queued, *running}
+        assert {job.tenant for job in queued.values()} == set(lines.open)
+        for tenant, inside in lines._inside.items():
+            assert len(inside.policy) == inside.queued == sum(job.tenant == tenant for job in queued.values())
+            assert inside.jobs - inside.queued == sum(job.tenant == tenant for job in running.values())
+        if isinstance(policy, StandIns):
+            assert set(policy._stand_ins) == {*queued, *running}
+            assert policy._sitting == {own.id: job_id for job_id, own in policy._stand_ins.items()}
+            for job_id, own in policy._stand_ins.items():
+                assert own.tenant == {**queued, **running}[job_id].tenant
     assert policy.discard(JobId("nobody")) is False

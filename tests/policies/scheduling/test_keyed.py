@@ -83,7 +83,7 @@ def test_stale_entries_are_swept() -> None:
     for i in range(10_000):
         lines.push("a", make_job(f"j{i}"), i)
         lines.discard(JobId(f"j{i}"))
-    assert sum(map(len, lines._heaps.values())) < 200
+    assert sum(map(len, lines.open.values())) < 200
     assert [lines.pop("a").id, lines.pop("a").id] == ["first", "moving"]
 
 

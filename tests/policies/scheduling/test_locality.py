@@ -209,14 +209,16 @@ def test_watchers_are_exactly_the_queued_jobs(operations: list[tuple[str, list[s
         if action == "push":
             one = job(f"j{serial}", chain(*names))
             queued[one.id] = one
-            lines.push(one)
+            lines.push(one, 0.0)
         elif action == "discard" and queued:
             job_id = sorted(queued)[number % len(queued)]
             assert lines.discard(JobId(job_id)) is queued.pop(job_id)
         elif queued:
             while lines.forgot and lines.shrunk(TenantId("a")):
                 pass
-            one = lines.pop(TenantId("a"))
+            popped = lines.pop_if(TenantId("a"), 0.0, always)
+            assert popped is not None
+            one = popped
             del queued[one.id]
             lines.touch(one)
         watching = [job_id for jobs in lines._watched.values() for job_id in jobs]
