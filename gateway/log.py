@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import structlog
+from structlog.typing import FilteringBoundLogger
 
 from gateway.errors import Outcome
 from policies.types import Usage
@@ -49,7 +49,7 @@ class RequestSummary:
     preemptions: int = 0
 
 
-def log_request(logger: structlog.stdlib.BoundLogger, summary: RequestSummary, ratio: float = 1.0) -> None:
+def log_request(logger: FilteringBoundLogger, summary: RequestSummary, ratio: float = 1.0) -> None:
     """Write the line: ``info``, or ``warning`` for outcomes that an operator should look at.
 
     ``ratio``: of the requests that went as they should, so many get a line, which then says so (``sampled``).

@@ -51,6 +51,7 @@ from gateway.settings import Timeouts
 from gateway.tenants import Tenants
 from gateway.ticket import Ticket
 from gateway.visit import Endpoint, Errand, Reply, Visit
+from gateway.within import within
 from policies.spi import QuotaPolicy
 from policies.types import Job, JobId, Principal, QuotaDecision, Transition, Usage
 
@@ -229,8 +230,7 @@ class Pipeline:
 
     async def _body(self, visit: Visit) -> bytes:
         try:
-            async with asyncio.timeout(BODY_S):
-                return await read_body(visit.receive, self._max_body_bytes)
+            return await within(BODY_S, read_body(visit.receive, self._max_body_bytes))
         except TimeoutError:
             raise bad_request(
                 f"The body did not arrive within {BODY_S:.0f} seconds.", code="body_timeout", status=408
@@ -325,8 +325,8 @@ class Pipeline:
         usage = ticket.usage if ticket is not None else Usage()
         with visit.span("quota settle") as span:
             try:
-                async with asyncio.timeout(self._timeouts.policy_s):
-                    figures = await self._runtime.settle(visit.policies.quota, job.id, usage, self._clock())
+                settling = self._runtime.settle(visit.policies.quota, job.id, usage, self._clock())
+                figures = await within(self._timeouts.policy_s, settling)
                 span.set(attributes.settled(usage, cast("int | None", figures.get("refunded"))))
             except Exception as error:
                 span.fail("settle_failed")
