@@ -112,15 +112,18 @@ def _for_tenant(gateway: Gateway, answer: Answer) -> Callable[[Request], Awaitab
 
 def _models(gateway: Gateway) -> Answer:
     def answer(_: Request, tenant: EffectiveTenant) -> Response:
-        visible = gateway.parts.models.visible(tenant)
-        return JSONResponse({"object": "list", "data": [model.describe() for model in visible]})
+        return JSONResponse({"object": "list", "data": gateway.parts.models.described(tenant)})
 
     return answer
 
 
 def _model(gateway: Gateway) -> Answer:
     def answer(request: Request, tenant: EffectiveTenant) -> Response:
-        return JSONResponse(gateway.parts.models.get(request.path_params["model"], tenant).describe())
+        models, name = gateway.parts.models, request.path_params["model"]
+        adapter = models.adapters.find(name)
+        if adapter is None or adapter.name not in {entry["id"] for entry in models.described(tenant)}:
+            return JSONResponse(models.get(name, tenant).describe())
+        return JSONResponse(adapter.describe(models.handle(adapter.model).max_context))
 
     return answer
 

@@ -40,6 +40,7 @@ class RequestSummary:
     service_class: str | None = None
     model: str | None = None
     """As configured; None when the request named no known one."""
+    adapter: str | None = None
     worker: str | None = None
     stream: bool = False
     usage: Usage = field(default_factory=Usage)
@@ -68,6 +69,7 @@ def log_request(logger: FilteringBoundLogger, summary: RequestSummary, ratio: fl
         "tenant": summary.tenant,
         "class": summary.service_class,
         "model": summary.model,
+        "adapter": summary.adapter,
         "worker": summary.worker,
         "stream": summary.stream,
         "prompt_tokens": summary.usage.prompt + summary.usage.cached,

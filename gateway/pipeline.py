@@ -194,7 +194,8 @@ class Pipeline:
         assert visit.tenant is not None
         assert visit.principal is not None
         request = await parse(endpoint.parse, body)
-        model = visit.model = self._models.get(request.model, visit.tenant)
+        visit.model, _ = self._models.choose(request.model, visit.tenant)
+        model = visit.model
         job_id = JobId(secrets.token_hex(12))
         job = visit.errand = make_job(visit.principal, visit.tenant, model.name, job_id, visit.arrived)
         visit.decision = await self._reserved(visit, job)
@@ -209,8 +210,8 @@ class Pipeline:
         assert visit.tenant is not None
         request = visit.request = await parse(endpoint.parse, body)
         check_features(request.features(), visit.tenant.grants)
-        visit.model = self._models.get(request.model, visit.tenant)
-        visit.trace.tag(attributes.root(model=visit.model.name, stream=request.stream))
+        self._entrance.choose(visit, request.model)
+        visit.trace.tag(attributes.root(stream=request.stream))
         prepared = await self._entrance.admitted(visit)
         visit.decision = await self._reserved(visit, prepared.job)
         dispatcher = self._dispatchers[prepared.job.model]
@@ -341,6 +342,7 @@ class Pipeline:
                 await self._settle(visit)
             except asyncio.CancelledError as error:
                 cancelled = error
+        self._entrance.leave(visit)
         if visit.recording is not None:
             self.replays.close(visit.recording, good=visit.outcome == "ok" and visit.reply.ended)
         if visit.ticket is not None and visit.tenant is not None:
@@ -356,7 +358,7 @@ class Pipeline:
         prepared = ticket.prepared
         return endpoint.format(
             job_id=prepared.job.id,
-            model=visit.model.name,
+            model=visit.model.name if visit.adapter is None else visit.adapter.name,
             created=visit.created,
             revision=visit.model.revision,
             logprobs=prepared.request.params.logprobs,

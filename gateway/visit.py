@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from gateway.adapters import Adapter
 from gateway.errors import ApiError, Outcome
 from gateway.http.openai import Format
 from gateway.http.schemas import ChatRequest, CompletionRequest
@@ -151,6 +152,10 @@ class Visit:
     tenant: EffectiveTenant | None = None
     request: AnyRequest | None = None
     model: ModelHandle | None = None
+    adapter: Adapter | None = None
+    """What the model runs with."""
+    taken: list[Adapter] = field(default_factory=list)
+    """Adapters to give back at the end: its own, and a fallback's."""
     prepared: Prepared | None = None
     errand: Job | None = None
     """The job of a request that needs no worker."""

@@ -72,7 +72,13 @@ class Draft:
 
     def join(self, model: LoadedModel, engine: EngineConfig, load: Load) -> LoadedModel:
         """Load it with as many blocks as the model has, and let both run together. Raises what ``load`` does."""
-        alone = {"speculation": None, "blocks": model.blocks, "max_context": None}
+        alone = {
+            "speculation": None,
+            "blocks": model.blocks,
+            "max_context": None,
+            "adapters": (),
+            "adapter_memory": None,
+        }
         small = load(self.files, engine.model_copy(update=alone))
         assert isinstance(small.runner, Guesser)
         runner = DraftRunner(

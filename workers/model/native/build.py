@@ -22,7 +22,19 @@ from pathlib import Path
 
 from workers.model_store import cache_dir
 
-SOURCES = ("vec.h", "memory.h", "pool.h", "linear.h", "kept.h", "attention.h", "rows.h", "abi.h", "step.cpp")
+SOURCES = (
+    "vec.h",
+    "memory.h",
+    "pool.h",
+    "lora.h",
+    "linear.h",
+    "kept.h",
+    "attention.h",
+    "rows.h",
+    "abi.h",
+    "adapted.h",
+    "step.cpp",
+)
 OPTIONS = ("-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread", "-w")
 _HERE = Path(__file__).parent
 

@@ -4,7 +4,7 @@
 // One register tile is up to kRows rows x 32 columns; the sum over k runs in one accumulator in order, so a row's result
 // depends neither on the other rows nor on how many there are.
 #pragma once
-#include "vec.h"
+#include "lora.h"
 
 namespace fb {
 
@@ -27,8 +27,8 @@ inline V gelu(V x) {
 }
 
 template <class P, int R, int E>
-inline void tile(const typename P::T* x, long ldx, const typename P::T* w, long k, const float* bias, void* out, long ldo,
-                 long col) {
+inline void tile(const typename P::T* x, long ldx, const typename P::T* w, long k, const float* bias, const float* low,
+                 void* out, long ldo, long col) {
   V a[R][2];
   for (int r = 0; r < R; r++) a[r][0] = a[r][1] = zero();
   for (long i = 0; i < k; i += P::K) {
@@ -50,6 +50,10 @@ inline void tile(const typename P::T* x, long ldx, const typename P::T* w, long 
       lo = add(lo, load(bias + col));
       hi = add(hi, load(bias + col + 16));
     }
+    if (low) {
+      lo = add(lo, load(low + r * kPanel));
+      hi = add(hi, load(low + r * kPanel + 16));
+    }
     if (E == kSilu || E == kGelu) {  // a panel holds 16 gate columns, then their 16 up columns
       P::store((typename P::T*)out + r * ldo + col / 2, mul(E == kSilu ? silu(lo) : gelu(lo), hi));
     } else {
@@ -65,26 +69,29 @@ inline void tile(const typename P::T* x, long ldx, const typename P::T* w, long 
 }
 
 template <class P, int E, int R>
-inline void tiled(long rows, const typename P::T* x, long ldx, const typename P::T* w, long k, const float* bias, void* out,
-                 long ldo, long col) {
+inline void tiled(long rows, const typename P::T* x, long ldx, const typename P::T* w, long k, const float* bias,
+                  const float* low, void* out, long ldo, long col) {
   if constexpr (R > 0) {
     if (rows == R)
-      tile<P, R, E>(x, ldx, w, k, bias, out, ldo, col);
+      tile<P, R, E>(x, ldx, w, k, bias, low, out, ldo, col);
     else
-      tiled<P, E, R - 1>(rows, x, ldx, w, k, bias, out, ldo, col);
+      tiled<P, E, R - 1>(rows, x, ldx, w, k, bias, low, out, ldo, col);
   }
 }
 
 // Columns of panels [p0, p1) for `rows` rows, in tiles of equal height. `out` is float [rows][ldo], or P::T for the
-// gated epilogues.
+// gated epilogues. `low`: the adapters of these rows, of which the first is row `row` of the step; or null.
 template <class P, int E>
-inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, long rows, void* out, long ldo) {
+inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, long rows, void* out, long ldo,
+                   const Low<P>* low, long row) {
+  alignas(64) float sums[kRows * kPanel];
   const long unit = (E == kSilu || E == kGelu) ? long(sizeof(typename P::T)) : 4, tiles = (rows + kRows - 1) / kRows;
   for (long p = p0; p < p1; p++) {
     const typename P::T* w = (const typename P::T*)l.w + p * kPanel * l.k;
     for (long t = 0; t < tiles; t++) {
       const long r = rows * t / tiles, n = rows * (t + 1) / tiles - r;
-      tiled<P, E, kRows>(n, x + r * l.k, l.k, w, l.k, l.bias, (char*)out + r * ldo * unit, ldo, p * kPanel);
+      const float* extra = low ? low->sum(row + r, n, p, sums) : nullptr;
+      tiled<P, E, kRows>(n, x + r * l.k, l.k, w, l.k, l.bias, extra, (char*)out + r * ldo * unit, ldo, p * kPanel);
     }
   }
 }
