@@ -108,14 +108,17 @@ async def test_the_backlog_stays_here(start: Start, prompt: int) -> None:
 
 
 async def test_scarce_blocks_keep_the_backlog_here_too(start: Start) -> None:
-    """engine J1: when blocks and not slots are the limit, jobs wait here, not in the engine."""
+    """engine J1: when blocks and not slots are the limit, jobs wait here, not in the engine.
+
+    One more than by slots: running jobs take blocks while a report of the free ones is on its way.
+    """
     changes = {"models": [pool(max_running=32, blocks=24)], "policies": OPEN}
     async with start(changes, echo=Echo(step_s=0.003)) as site:
         samples = Samples(site)
         calls = await backlog(site, {"alpha": 60}, prompt=[5] * 56, max_tokens=8)  # four blocks each, to the end
         assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
         await site.at_rest()
-    assert max(samples.waiting) <= MAX_WAITING
+    assert max(samples.waiting) <= MAX_WAITING + 1
 
 
 async def test_no_slot_stays_empty_while_jobs_wait(start: Start) -> None:
