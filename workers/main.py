@@ -182,7 +182,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
     from workers.model.loading import load  # torch: seconds, and in vain if there were no model
     from workers.model.memory import held
 
-    loaded = load(files, options.engine, base_dir=options.base_dir)
+    loaded = load(files, options.engine)
     logger.info("model_loaded", seconds=round(time.monotonic() - began, 2), **figures(loaded))
     budget = loaded.budget
     (logger.warning if budget.short else logger.info)("memory_budget", short=budget.short, **budget.figures())
@@ -199,10 +199,8 @@ def load_model(options: WorkerOptions) -> ServedModel:
         device=loaded.device,
         dtype=loaded.dtype,
         grammars=GrammarDesk(lambda: Vocabulary.load(files.dir, eos=loaded.eos_ids, size=loaded.vocab_size)),
-        versions=versions(loaded.attention, loaded.kv_dtype),
+        versions=versions(loaded.attention, loaded.kv_dtype, loaded.weight_dtype),
         memory=lambda: held(loaded.device, loaded.weight_bytes, loaded.cache_tokens * loaded.kv_bytes_per_token),
-        adapters=loaded.adapters,
-        read_adapter=loaded.read_adapter,
     )
 
 
@@ -222,6 +220,7 @@ def figures(loaded: LoadedModel) -> dict[str, object]:
         "dtype": loaded.dtype,
         "attention": loaded.attention,
         **({"attention_passed_over": loaded.fallback} if loaded.fallback else {}),
+        "weight_dtype": loaded.weight_dtype,
         "weight_bytes": loaded.weight_bytes,
         "kv_dtype": loaded.kv_dtype,
         "kv_bytes_per_token": loaded.kv_bytes_per_token,
@@ -235,9 +234,10 @@ def figures(loaded: LoadedModel) -> dict[str, object]:
     }
 
 
-def versions(attention: str, kv_dtype: str) -> dict[str, str]:
+def versions(attention: str, kv_dtype: str, weight_dtype: str) -> dict[str, str]:
     """Versions for Hello, metrics and traces."""
-    found = {"python": platform.python_version(), "attention": attention, "kv_dtype": kv_dtype}
+    kept = {"kv_dtype": kv_dtype, "weight_dtype": weight_dtype}
+    found = {"python": platform.python_version(), "attention": attention, **kept}
     for name in _VERSIONED:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) in bytes; stages are ``download``, ``verify`` and ``unpack``."""
 
 MARKER = "forebay.json"
+GGUF = "model.gguf"
+"""A fetched GGUF file, kept beside what was unpacked from it."""
 FORMAT = 1
 """Version of the unpacked layout; a change unpacks anew."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -48,6 +50,8 @@ class ModelFiles:
     """``sha256:…`` of what the model was made from: equal weights, config and tokenizer, equal revision."""
     tokenizer_sha256: str
     """Hex digest of ``tokenizer.json``."""
+    gguf: Path | None = field(default=None, compare=False)
+    """The GGUF file that it was unpacked from, where that is still there (``engine.weight_dtype: gguf`` reads it)."""
 
 
 def cache_dir() -> Path:
@@ -85,7 +89,8 @@ def resolve(
     path = _local(text, base_dir)
     if path.is_dir():
         return describe(path, cache)
-    return _unpacked(cache / "models" / f"gguf-{file_sha256(path, cache, progress)[:24]}", progress, lambda _: path)
+    place = cache / "models" / f"gguf-{file_sha256(path, cache, progress)[:24]}"
+    return replace(_unpacked(place, progress, lambda _: path), gguf=path)
 
 
 def find(source: str, *, base_dir: str | Path = ".", cache: Path | None = None) -> Path | None:
@@ -203,7 +208,10 @@ def _unpacked(place: Path, progress: Progress | None, fetch: Callable[[Path], Pa
             built = scratch / "model"
             built.mkdir()
             unpack(gguf, built, progress)
-            _write_marker(built, revision=f"sha256:{_sha256(gguf)}")
+            revision = f"sha256:{_sha256(gguf)}"
+            if gguf.is_relative_to(scratch):  # fetched, so ours to keep
+                gguf.rename(built / GGUF)
+            _write_marker(built, revision)
             shutil.rmtree(place, ignore_errors=True)  # a damaged or older-format copy
             built.rename(place)
         finally:
@@ -229,7 +237,13 @@ def _read_marker(directory: Path) -> ModelFiles | None:
             return None
         if any((directory / name).stat().st_size != size for name, size in marker["files"].items()):
             return None
-        return ModelFiles(directory, str(marker["revision"]), str(marker["tokenizer_sha256"]))
+        gguf = directory / GGUF
+        return ModelFiles(
+            directory,
+            str(marker["revision"]),
+            str(marker["tokenizer_sha256"]),
+            gguf if gguf.is_file() else None,
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -70,7 +70,7 @@ class Entry:
             job.tenant,
             job.user,
             job.key_id,
-            job.served,
+            job.model,
             job.service_class,
             job.cost_centre,
             job.prompt_tokens,

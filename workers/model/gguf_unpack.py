@@ -117,12 +117,22 @@ class GgufModel:
         stored = self._tensors[name]
         array = np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)  # a copy: fp32 data is mapped
         array = array.reshape(tuple(int(size) for size in reversed(stored.shape)))
+        heads = self.permuted(name)
+        return unpermute(array, heads) if heads else array
+
+    def permuted(self, name: str) -> int:
+        """Heads whose rows ``unpermute`` has to put back in this tensor; 0: its rows are in order."""
         if self._architecture in _PERMUTED:
             if ".q_proj." in name:
-                array = unpermute(array, self._heads)
-            elif ".k_proj." in name:
-                array = unpermute(array, self._kv_heads)
-        return array
+                return self._heads
+            if ".k_proj." in name:
+                return self._kv_heads
+        return 0
+
+    def stored(self, name: str) -> tuple[str, Array]:
+        """A tensor as it lies in the file: its type's name and its bytes, rows in the file's order."""
+        stored = self._tensors[name]
+        return stored.tensor_type.name, stored.data
 
     def _vocab(self) -> int:
         """Rows of the embedding: at least the tokens that have names; Qwen pads it."""

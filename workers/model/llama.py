@@ -16,28 +16,23 @@ from torch.nn.functional import embedding, rms_norm, silu
 
 from workers.model import rope
 from workers.model.config import ModelConfig
-from workers.model.deltas import Deltas
+from workers.model.quant.linear import QuantisedLinear
+from workers.model.quant.matrix import Quantised
 from workers.model.weights import LayerWeights, Weights
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries, keys, values [rows, heads, head_dim]) → [rows, heads * head_dim]."""
 
 
-def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+def linear(weight: Tensor | Quantised, bias: Tensor | None = None) -> nn.Linear:
     """A linear around ``weight`` [out, in]; a module, so that hooks can count what runs through it."""
+    if isinstance(weight, Quantised):
+        return QuantisedLinear(weight, bias)
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         made.bias = nn.Parameter(bias, requires_grad=False)
     return made
-
-
-def adapted(module: nn.Linear, kind: str, x: Tensor, deltas: Deltas | None, layer: int) -> Tensor:
-    """A linear of x, and what adapters add to it (``kind``: of ``lora.KINDS``)."""
-    y: Tensor = module(x)
-    if deltas is not None:
-        deltas.add(layer, kind, x, y)
-    return y
 
 
 class GatedMlp(nn.Module):
@@ -58,10 +53,11 @@ class GatedMlp(nn.Module):
         self.gate_up = linear(*take.fused((gate, up), (inner, inner), hidden, biased))
         self.down = linear(*take.fused((down,), (hidden,), inner, biased))
 
-    def forward(self, x: Tensor, deltas: Deltas | None = None, layer: int = 0) -> Tensor:
-        """x [rows, hidden] → [rows, hidden]. ``deltas``: what adapters add, in layer ``layer``."""
-        gate, up = adapted(self.gate_up, "gate_up", x, deltas, layer).chunk(2, dim=-1)
-        return adapted(self.down, "down", silu(gate) * up, deltas, layer)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [rows, hidden] → [rows, hidden]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        result: Tensor = self.down(silu(gate) * up)
+        return result
 
 
 class LlamaLayer(nn.Module):
@@ -82,10 +78,10 @@ class LlamaLayer(nn.Module):
         self.output = linear(*take.fused(("self_attn.o_proj",), (hidden,), query, config.output_bias))
         self.mlp = self._mlp(config, index, take)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, deltas: Deltas | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
         """x [rows, hidden] → [rows, hidden]; cos and sin [rows, 1, head_dim / 2]."""
-        config, index = self._config, self._index
-        qkv = adapted(self.qkv, "qkv", rms_norm(x, (config.hidden,), self.input_norm, config.rms_eps), deltas, index)
+        config = self._config
+        qkv = self.qkv(rms_norm(x, (config.hidden,), self.input_norm, config.rms_eps))
         parts = qkv.view(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
         both = config.heads + config.kv_heads
         turned = parts[:, :both]
@@ -95,9 +91,8 @@ class LlamaLayer(nn.Module):
             turned = torch.cat((queries, keys), dim=1)
         turned = rope.rotate(turned, cos, sin)
         queries, keys = turned[:, : config.heads], turned[:, config.heads :]
-        x = x + adapted(self.output, "output", attend(index, queries, keys, parts[:, both:]), deltas, index)
-        normed = rms_norm(x, (config.hidden,), self.post_norm, config.rms_eps)
-        result: Tensor = x + (self.mlp(normed) if deltas is None else self.mlp(normed, deltas, index))
+        x = x + self.output(attend(self._index, queries, keys, parts[:, both:]))
+        result: Tensor = x + self.mlp(rms_norm(x, (config.hidden,), self.post_norm, config.rms_eps))
         return result
 
     def _mlp(self, config: ModelConfig, index: int, take: LayerWeights) -> nn.Module:
@@ -110,41 +105,45 @@ class LlamaDecoder(nn.Module):
 
     layer: type[LlamaLayer] = LlamaLayer
     """What it is made of."""
-    takes_adapters = True
 
     def __init__(self, config: ModelConfig, weights: Weights, max_context: int) -> None:
         super().__init__()
         self.config = config
-        self.embedding = weights.take("model.embed_tokens.weight", (config.vocab, config.hidden))
+        self.embedding = weights.matrix("model.embed_tokens.weight", (config.vocab, config.hidden))
         self.layers = nn.ModuleList(self.layer(config, index, weights) for index in range(config.layers))
         self.norm = weights.take("model.norm.weight", (config.hidden,))
-        head = self.embedding if config.tied else weights.take("lm_head.weight", (config.vocab, config.hidden))
+        head = self.embedding if config.tied else weights.matrix("lm_head.weight", (config.vocab, config.hidden))
         self.head = linear(head)
         cos, sin = rope.table(config.rope, config.head_dim, max_context)
-        self._cos, self._sin = (part.to(head.device, head.dtype)[:, None] for part in (cos, sin))
+        self._cos, self._sin = (part.to(self.norm.device, self.norm.dtype)[:, None] for part in (cos, sin))
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attention, rows: Tensor, deltas: Deltas | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attention, rows: Tensor) -> Tensor:
         """tokens and positions int64 [rows] → fp32 logits [len(rows wanted), vocab] of the rows that sample."""
-        x = embedding(tokens, self.embedding)
+        x = self._embedded(tokens)
         cos, sin = self._cos[positions], self._sin[positions]
         for layer in self.layers:
-            x = layer(x, cos, sin, attend, deltas)
+            x = layer(x, cos, sin, attend)
         if not len(rows):
             return x.new_empty(0, self.config.vocab, dtype=torch.float32)
         last = rms_norm(x[rows], (self.config.hidden,), self.norm, self.config.rms_eps)
         logits: Tensor = self.head(last)
         return logits.float()
 
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        if isinstance(self.embedding, Quantised):
+            return self.embedding.rows(lambda part: part[tokens]).dense(self.norm.dtype)
+        return embedding(tokens, self.embedding)
+
     def weight_bytes(self) -> int:
         """Bytes of all weights; a tied head counts once."""
-        kept = {id(part): part.nbytes for part in (self.embedding, self.norm, self.head.weight)}
-        if self.config.tied:
-            kept.pop(id(self.head.weight))
-        for layer in self.layers:
-            assert isinstance(layer, LlamaLayer)
-            for part in (layer.input_norm, layer.post_norm, layer.query_norm, layer.key_norm, *layer.parameters()):
-                if part is not None:
-                    kept[id(part)] = part.nbytes
-        return sum(kept.values())
+        parts: list[Tensor | None] = [*self.parameters(), self.norm, *_tensors(self.embedding)]
+        for module in self.modules():
+            if isinstance(module, LlamaLayer):
+                parts += [module.input_norm, module.post_norm, module.query_norm, module.key_norm]
+            if isinstance(module, QuantisedLinear):
+                parts += _tensors(module.matrix)
+        return sum({part.data_ptr(): part.nbytes for part in parts if part is not None}.values())
+
+
+def _tensors(weight: Tensor | Quantised) -> tuple[Tensor, ...]:
+    return weight.tensors() if isinstance(weight, Quantised) else (weight,)

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
 
-from workers.adapters import LoadedAdapter
 from workers.config import MEAN_REQUEST_TOKENS, EngineConfig
-from workers.engine.adapters import AdapterTable
 from workers.model.attention import AttentionShape, choose
 from workers.model.budget import Beside, Budget, divide
-from workers.model.config import ModelConfig, parse_config, read_config
+from workers.model.config import ModelConfig, read_config
 from workers.model.draft import DraftRunner
 from workers.model.draft_loading import Draft
-from workers.model.fitting import AdapterFitter, reject_adapters
 from workers.model.graphs import LARGEST, CudaRecorder, DecodeGraphs, GraphBackend
 from workers.model.kv_cache import KvCacheSizeError, make_cache
-from workers.model.native.adapters import low_width
 from workers.model.native.build import NativeUnavailableError
 from workers.model.native.decoder import NativeCache, NativeDecoder, unsupported
 from workers.model.native.runner import NativeRunner
+from workers.model.quant.scheme import none_quantised, rounding
+from workers.model.quant.source import as_it_lies, open_gguf
 from workers.model.registry import BUILTIN, architecture
 from workers.model.runner import TorchRunner
 from workers.model.weights import GgufSource, SafetensorsSource, Weights
-from workers.model_store import ModelFiles, ModelStoreError, Progress, cache_dir, file_sha256, resolve
+from workers.model_store import ModelFiles, ModelStoreError, Progress, resolve
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,12 +53,10 @@ class LoadedModel:
     """How the memory was divided before loading."""
     kv_dtype: str = "float32"
     """What keys and values are kept in: ``dtype``, int8 or fp8."""
+    weight_dtype: str = "float32"
+    """What matrices are kept in: ``dtype``, int8, int4 or gguf."""
     device_name: str = ""
     """What a GPU calls itself."""
-    adapters: AdapterTable | None = None
-    """Those loaded at start; None: this engine takes none."""
-    read_adapter: Callable[[str, str], LoadedAdapter] | None = None
-    """(name, source) → an adapter that ``adapters`` may install. Any thread. Raises AdapterError."""
     fallback: str | None = None
     """Why ``auto`` did not take what it would rather have: the native kernel on a CPU, FlashInfer or Triton on CUDA."""
 
@@ -77,7 +71,7 @@ class LoadedModel:
         lines = {
             "architecture": f"{self.config.architecture}, {self.config.layers} layers, context {self.max_context}",
             "runs on": f"{self.device}, {self.dtype}, attention {self.attention}",
-            "weights": f"{self.weight_bytes:,} bytes",
+            "weights": f"{self.weight_bytes:,} bytes, {self.weight_dtype}",
             "KV per token": f"{self.kv_bytes_per_token:,} bytes, {self.kv_dtype}",
             "KV cache": f"{self.cache_tokens * self.kv_bytes_per_token:,} bytes in {self.blocks:,} blocks of "
             f"{self.block_size}",
@@ -112,7 +106,7 @@ def load(
     if straight:
         if isinstance(source, ModelFiles) or not str(source).endswith(".gguf"):
             raise ModelStoreError(f"model source {source!r} cannot be read straight: that is for .gguf files")
-        files, config, opened = _open_gguf(Path(base_dir) / source, cache)
+        files, config, opened = open_gguf(Path(base_dir) / source, cache)
     else:
         files = (
             source
@@ -120,12 +114,10 @@ def load(
             else resolve(source, base_dir=base_dir, cache=cache, progress=progress)
         )
         config = read_config(files.dir)
-        opened = SafetensorsSource(files.dir)
+        opened = as_it_lies(files, cache) if engine.weight_dtype == "gguf" else SafetensorsSource(files.dir)
     max_context = min(engine.max_context or config.max_context, config.max_context)
     if engine.max_context and engine.max_context > config.max_context:
         raise ValueError(f"engine.max_context={engine.max_context} exceeds the model's own limit {config.max_context}")
-    if engine.adapter_room:
-        reject_adapters(engine, config, architectures)
     if config.window is not None and max_context > config.window:
         raise ValueError(
             f"the model attends to a sliding window of {config.window} tokens, which is not supported beyond it; set "
@@ -134,11 +126,14 @@ def load(
     draft = Draft.find(engine, files.dir, config, base_dir=base_dir, cache=cache, progress=progress)
     with opened, torch.no_grad():
         beside = draft.beside(engine, dtype) if draft is not None else Beside()
-        budget = divide(config, engine, device, dtype, max_context, beside)
+        keep = engine.weight_dtype == "gguf"
+        known = opened.kept_bytes(dtype.itemsize) if keep and isinstance(opened, GgufSource) else None
+        budget = divide(config, engine, device, dtype, max_context, beside, known)
         blocks = budget.blocks
         target = architectures.get(config.architecture)
         reason = _why_not_native(engine, config, target, dtype, device)
-        weights, made = Weights(opened, dtype, device, fresh=False), None
+        fewer = rounding(engine.weight_dtype)
+        weights, made = Weights(opened, dtype, device, fresh=False, rounding=fewer, keep=keep), None
         if reason is None:
             try:
                 made = _native(engine, config, weights, max_context, blocks, dtype)
@@ -147,10 +142,11 @@ def load(
         if made is None and engine.attention == "native":
             raise ValueError(f"engine.attention=native cannot be used: {reason}; auto takes what runs")
         if made is None:
-            weights = Weights(opened, dtype, device)
+            weights = Weights(opened, dtype, device, rounding=fewer, keep=keep)
             made = _torch(engine, config, weights, max_context, blocks, dtype, device, architectures)
         weights.close(frozenset({"lm_head.weight"} if config.tied else ()))
-    fitter = AdapterFitter(config, engine, made.runner, dtype, device, base_dir) if engine.adapter_room else None
+        if engine.weight_dtype != "auto" and not weights.quantised:
+            raise ValueError(none_quantised(engine.weight_dtype, config.architecture))
     model = LoadedModel(
         runner=made.runner,
         config=config,
@@ -168,9 +164,8 @@ def load(
         attention=made.attention,
         budget=budget,
         kv_dtype=str(dtype).removeprefix("torch.") if engine.kv_dtype == "auto" else engine.kv_dtype,
+        weight_dtype=str(dtype).removeprefix("torch.") if engine.weight_dtype == "auto" else engine.weight_dtype,
         device_name=device_name(device),
-        adapters=fitter.table() if fitter is not None else None,
-        read_adapter=fitter.read if fitter is not None else None,
         fallback=(made.passed_over if device.type != "cpu" else reason) if engine.attention == "auto" else None,
     )
     if draft is None:
@@ -200,8 +195,7 @@ def _native(
     engine: EngineConfig, config: ModelConfig, weights: Weights, max_context: int, blocks: int, dtype: torch.dtype
 ) -> _Made:
     cache = NativeCache(config, blocks, engine.block_size, dtype, engine.kv_dtype)
-    low = low_width(engine.max_adapter_rank) if engine.adapter_room else 0
-    decoder = NativeDecoder(config, weights, max_context, cache, dtype, torch.get_num_threads(), low_width=low)
+    decoder = NativeDecoder(config, weights, max_context, cache, dtype, torch.get_num_threads())
     return _Made(NativeRunner(decoder, cache), decoder.weight_bytes(), f"native ({decoder.isa})")
 
 
@@ -271,18 +265,6 @@ def pick_dtype(engine: EngineConfig, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     able = torch.cpu.get_capabilities()
     return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") else torch.float32
-
-
-def _open_gguf(path: Path, cache: Path | None) -> tuple[ModelFiles, ModelConfig, GgufSource]:
-    from workers.model.gguf_tokenizer import generation_config_of, tokenizer_json_of
-    from workers.model.gguf_unpack import GgufModel
-
-    model = GgufModel(path)
-    generation = json.loads(generation_config_of(model.metadata))
-    config = parse_config(model.config(), generation, str(path))
-    tokenizer = hashlib.sha256(tokenizer_json_of(model.metadata).encode()).hexdigest()
-    files = ModelFiles(path.parent, f"sha256:{file_sha256(path, cache or cache_dir())}", tokenizer)
-    return files, config, GgufSource(model)
 
 
 __all__ = ["KvCacheSizeError", "LoadedModel", "device_name", "load", "pick_device", "pick_dtype"]

@@ -74,4 +74,3 @@ class MoeDecoder(LlamaDecoder):
     """The decoder of ``llama.py`` with ``MoeLayer``."""
 
     layer = MoeLayer
-    takes_adapters = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from workers.model.quant.gguf_blocks import kept, quantised_bytes
+from workers.model.quant.matrix import Quantised, joined
+from workers.model.quant.rounding import RangeError
 from workers.model_store import ModelStoreError
 
 _IGNORED = (".rotary_emb.inv_freq",)
@@ -86,7 +91,10 @@ class SafetensorsSource:
 
 
 class GgufSource:
-    """A GGUF file, dequantised tensor by tensor. Rounded to bfloat16 as unpacking does, so that both ways are equal."""
+    """A GGUF file, dequantised tensor by tensor. Rounded to bfloat16 as unpacking does, so that both ways are equal.
+
+    ``quantised`` hands out what need not be dequantised: the same numbers in fewer bytes.
+    """
 
     def __init__(self, model: Any) -> None:
         """``model`` is a ``gguf_unpack.GgufModel``."""
@@ -100,6 +108,21 @@ class GgufSource:
         """One tensor."""
         return torch.from_numpy(self._model.tensor(name)).to(torch.bfloat16)
 
+    def quantised(self, name: str) -> Quantised | None:
+        """One matrix in the file's own bits; None for what is no matrix or of a type that no kernel reads."""
+        shape = self._model.shapes()[name]
+        made = kept(*self._model.stored(name), *shape) if len(shape) == 2 else None
+        heads = self._model.permuted(name)
+        return made.rows(lambda part: _unpermuted(part, heads)) if made is not None and heads else made
+
+    def kept_bytes(self, width: int) -> int:
+        """Bytes of all tensors where matrices stay quantised if they can, and the rest has ``width`` bytes a number."""
+        total = 0
+        for name, shape in self._model.shapes().items():
+            size = quantised_bytes(self._model.stored(name)[0], *shape) if len(shape) == 2 else None
+            total += math.prod(shape) * width if size is None else size
+        return total
+
     def __enter__(self) -> GgufSource:
         return self
 
@@ -107,36 +130,86 @@ class GgufSource:
         return None
 
 
+def _unpermuted(part: Tensor, heads: int) -> Tensor:
+    """As ``gguf_unpack.unpermute``: rows of q or k from interleaved pairs to halves."""
+    return part.view(heads, len(part) // heads // 2, 2, -1).transpose(1, 2).reshape(part.shape)
+
+
+Rounding = Callable[[str, Tensor], Quantised]
+"""(name, weights as stored [rows, columns]) → the matrix that is computed with."""
+
+
 class Weights:
     """Hands tensors out once each, checked and converted; afterwards tells what nobody asked for."""
 
-    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, *, fresh: bool = True) -> None:
-        """``fresh`` False: a tensor that needs no conversion lies in the mapped file, for a taker that copies it."""
+    def __init__(
+        self,
+        source: Source,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        fresh: bool = True,
+        rounding: Rounding | None = None,
+        keep: bool = False,
+    ) -> None:
+        """``fresh`` False: a tensor that needs no conversion lies in the mapped file, for a taker that copies it.
+
+        ``rounding``: of matrices. ``keep``: matrices stay as the source has them quantised, where it has.
+        """
         self._source, self._dtype, self._device, self._fresh = source, dtype, device, fresh
+        self._rounding, self._keep = rounding, keep
+        self.quantised = 0
+        """Matrices handed out in 8 or 4 bits so far."""
         self._left = {name for name in source.names() if not name.endswith(_IGNORED)}
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor ``name``, contiguous. Raises ModelStoreError when it is missing or shaped otherwise."""
+        stored = self._stored(name, shape)
+        if not self._fresh and stored.dtype == self._dtype and stored.data_ptr() % stored.itemsize == 0:
+            return stored
+        # A copy even when nothing changes: mapped bytes may be unaligned, and would change with the file.
+        return torch.empty(shape, dtype=self._dtype, device=self._device).copy_(stored)
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Tensor | Quantised:
+        """As ``take``, for what a linear multiplies with: quantised where that is asked for."""
+        made = None
+        if self._keep and isinstance(self._source, GgufSource) and name in self._left:
+            made = self._source.quantised(name)
+            if made is not None:
+                self._left.discard(name)
+                _same_shape(name, made.shape, shape)
+        elif self._rounding is not None:
+            try:
+                made = self._rounding(name, self._stored(name, shape))
+            except RangeError as error:
+                raise ModelStoreError(f"weight {name!r}: {error}; load it with engine.weight_dtype: auto") from error
+        if made is None:
+            return self.take(name, shape)
+        self.quantised += 1
+        return made.rows(lambda part: part.to(self._device))
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._left:
             raise ModelStoreError(
                 f"the weights lack {name!r} (or it was asked for twice); is config.json of this model?"
             )
         self._left.discard(name)
         stored = self._source.read(name)
-        if tuple(stored.shape) != shape:
-            raise ModelStoreError(f"weight {name!r} has shape {list(stored.shape)}, config.json says {list(shape)}")
+        _same_shape(name, tuple(stored.shape), shape)
         if not stored.is_floating_point():
             raise ModelStoreError(f"weight {name!r} has type {stored.dtype}; quantised safetensors are not supported")
-        if not self._fresh and stored.dtype == self._dtype and stored.data_ptr() % stored.itemsize == 0:
-            return stored
-        # A copy even when nothing changes: mapped bytes may be unaligned, and would change with the file.
-        return torch.empty(shape, dtype=self._dtype, device=self._device).copy_(stored)
+        return stored
 
     def close(self, allowed: frozenset[str] = frozenset()) -> None:
         """Raises ModelStoreError when weights were left that the architecture has no place for."""
         left = sorted(self._left - allowed)
         if left:
             raise ModelStoreError(f"{len(left)} weights have no place in this architecture, among them {left[0]!r}")
+
+
+def _same_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise ModelStoreError(f"weight {name!r} has shape {list(found)}, config.json says {list(wanted)}")
 
 
 class LayerWeights:
@@ -149,16 +222,19 @@ class LayerWeights:
         """``<layer>.name.weight``. Raises ModelStoreError as ``Weights.take`` does; so do the others."""
         return self._weights.take(f"{self._prefix}{name}.weight", shape)
 
+    def matrix(self, name: str, rows: int, columns: int) -> Tensor | Quantised:
+        """``<layer>.name.weight`` of a linear, quantised where that is asked for."""
+        return self._weights.matrix(f"{self._prefix}{name}.weight", (rows, columns))
+
     def bias(self, name: str, size: int) -> Tensor:
         """``<layer>.name.bias``."""
         return self._weights.take(f"{self._prefix}{name}.bias", (size,))
 
     def fused(
         self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | Quantised, Tensor | None]:
         """Linears that read the same input as one: weight [sum of rows, columns] and, where there is one, bias."""
-        parts = [self.weight(name, size, columns) for name, size in zip(names, rows, strict=True)]
-        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        weight = joined([self.matrix(name, size, columns) for name, size in zip(names, rows, strict=True)])
         if not biased:
             return weight, None
         return weight, torch.cat([self.bias(name, size) for name, size in zip(names, rows, strict=True)])

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from workers.protocol import (
-    AdapterAnswer,
     FinishReason,
     Purged,
     SequenceOutput,
@@ -107,7 +106,7 @@ class Outbox:
         self._only: list[SequenceOutput] | None = None
         """The outputs of a single step that nothing was merged into (the usual case: no copy is made)."""
         self._merged: dict[tuple[str, int], _Merged] = {}
-        self._receipts: list[Purged | AdapterAnswer] = []
+        self._receipts: list[Purged] = []
 
     @property
     def live(self) -> list[str]:
@@ -164,8 +163,8 @@ class Outbox:
         if idle:
             self._wake()
 
-    def put_receipt(self, receipt: Purged | AdapterAnswer) -> None:
-        """Add the answer to a purge, or to an adapter's coming or going."""
+    def put_receipt(self, receipt: Purged) -> None:
+        """Add the answer to a purge."""
         with self._lock:
             if not self._open:
                 return

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.workers.model import adapters, tiny
+from tests.workers.model import tiny
 from tests.workers.model.harness import GREEDY, Bench
 from workers.config import EngineConfig
 from workers.protocol import Generate
@@ -27,9 +27,9 @@ EXAMPLES: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
     "prefix_cache": lambda folder: {"prefix_cache": False},
     "max_chunk_tokens": lambda folder: {"max_chunk_tokens": 5},
     "cache_share": lambda folder: {"cache_share": 0.5},
-    "adapters": lambda folder: {"adapters": [{"name": "tiny", "source": str(adapters.smallest(folder / "tiny"))}]},
     "kv_dtype": lambda folder: {"kv_dtype": "int8"},
     "speculation": lambda folder: {"speculation": {"method": "ngram", "ngram_min": 1}},
+    "weight_dtype": lambda folder: {"weight_dtype": "int4"},
 }
 """The smallest setting of each switch that turns it on. ``folder`` may hold what it names; it is the pair's own."""
 BASE: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "block_size": 16, "blocks": 11}

@@ -1,4 +1,4 @@
-"""The kernel's structures (``abi.h``: Lora, FbLayer, FbModel, FbStep) for ctypes. Field order and types are the ABI."""
+"""The kernel's structures (``abi.h``: FbLayer, FbModel, FbStep) for ctypes. Field order and types are the ABI."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ Fields = list[tuple[str, Any]]
 
 
 class Linear(ctypes.Structure):
-    """Packed weights, an fp32 bias or null, columns (padded to 32) and rows."""
+    """Packed weights, an fp32 bias or null, columns (padded to 32), rows, how they are stored, bytes of a panel."""
 
-    _fields_: ClassVar[Fields] = [("w", POINTER), ("bias", POINTER), ("n", LONG), ("k", LONG)]
-
-
-class Lora(ctypes.Structure):
-    """What an adapter adds to one linear (``lora.h``): packed A and B, rank of a part, ranks in all; zeros: nothing."""
-
-    _fields_: ClassVar[Fields] = [("a", POINTER), ("b", POINTER), ("rank", INT), ("total", INT)]
+    _fields_: ClassVar[Fields] = [
+        *(("w", POINTER), ("bias", POINTER)),
+        *((name, LONG) for name in ("n", "k", "kind", "stride")),
+    ]
 
 
 class Layer(ctypes.Structure):
@@ -57,7 +54,6 @@ class Model(ctypes.Structure):
         ),
         *((name, FLOAT) for name in ("eps", "scale", "softcap", "embed_scale", "logit_softcap")),
         ("kv", INT),
-        ("low_width", INT),
         ("norm", POINTER),
         ("embed", Linear),
         ("head", Linear),
@@ -83,12 +79,8 @@ class Step(ctypes.Structure):
                 "sample_rows",
                 "logits",
                 "best",
-                "lora",
-                "adapters",
             )
         ),
-        ("loras", INT),
-        ("unused", INT),
     ]
 
 

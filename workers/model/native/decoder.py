@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,8 +20,8 @@ from workers.model.config import ModelConfig
 from workers.model.kv_cache import KvCacheSizeError, check_saved
 from workers.model.native import pack
 from workers.model.native.abi import Layer, Linear, Model, Step, make
-from workers.model.native.adapters import NativeAdapter
 from workers.model.native.build import NativeUnavailableError, load
+from workers.model.quant.matrix import Quantised
 from workers.model.weights import LayerWeights, Weights
 
 MAX_HEAD_DIM = 256
@@ -119,8 +118,6 @@ class Rows:
     table: array[int] = field(default_factory=lambda: array("i"))
     blocks: array[int] = field(default_factory=lambda: array("i"))
     sample_rows: array[int] = field(default_factory=lambda: array("i"))
-    lora: array[int] = field(default_factory=lambda: array("i"))
-    """Of every chunk, which of the step's adapters it has, or -1; empty where there are none."""
 
 
 class NativeDecoder:
@@ -137,16 +134,13 @@ class NativeDecoder:
         cache: NativeCache,
         dtype: torch.dtype,
         threads: int,
-        *,
-        low_width: int = 0,
     ) -> None:
-        """``low_width``: of the adapters that steps may bring (``adapters.low_width``); 0: none."""
         reason = unsupported(config, cache.block_size, dtype, torch.device("cpu"), cache.kv_dtype)
         if reason:
             raise NativeUnavailableError(reason)
         self._lib = load()
         self.isa = self._lib.fb_isa().decode()
-        self.config, self._threads = config, threads
+        self.config, self._threads, self._dtype = config, threads, dtype
         self.rows_computed = 0
         """Rows that went through the linears since the start: exactly the planned tokens."""
         self._kept: list[object] = [cache]
@@ -156,9 +150,9 @@ class NativeDecoder:
         for index in range(config.layers):
             self._layers[index] = self._layer(index, weights, cache.data[index])
         hidden = config.hidden
-        embed = self._packed(weights.take("model.embed_tokens.weight", (config.vocab, hidden)))
+        embed = self._packed(weights.matrix("model.embed_tokens.weight", (config.vocab, hidden)))
         norm = self._vector(weights.take("model.norm.weight", (hidden,)))
-        head = embed if config.tied else self._packed(weights.take("lm_head.weight", (config.vocab, hidden)))
+        head = embed if config.tied else self._packed(weights.matrix("lm_head.weight", (config.vocab, hidden)))
         self._head_width = int(head.n)
         self._model = make(
             Model,
@@ -181,7 +175,6 @@ class NativeDecoder:
                 "embed_scale": 1.0,
                 "logit_softcap": 0.0,
                 "kv": KV_DTYPES.index(cache.kv_dtype),
-                "low_width": low_width,
                 "norm": norm,
                 "embed": embed,
                 "head": head,
@@ -192,16 +185,14 @@ class NativeDecoder:
         self._logits = torch.empty(0)
         self._best: array[int] = array("i")
 
-    def forward(self, rows: Rows, adapters: Sequence[NativeAdapter] = ()) -> tuple[Tensor, array[int]]:
+    def forward(self, rows: Rows) -> tuple[Tensor, array[int]]:
         """fp32 logits [samples, vocab] (valid until the next call) and each one's most likely token.
 
-        ``adapters``: what ``rows.lora`` counts.
         Raises MemoryError for a step whose buffers do not fit; a smaller one may be run afterwards.
         """
         count, samples = len(rows.tokens), len(rows.sample_rows)
         self._grow(count, samples)
         assert self._handle is not None
-        tables = (ctypes.c_void_p * len(adapters))(*(adapter.address for adapter in adapters))
         arrays = {name: getattr(rows, name).buffer_info()[0] for name in Rows.__slots__}
         step = make(
             Step,
@@ -212,9 +203,6 @@ class NativeDecoder:
                 "vocab": self.config.vocab,
                 "logits": self._logits.data_ptr(),
                 "best": self._best.buffer_info()[0],
-                "adapters": ctypes.addressof(tables),
-                "loras": len(adapters),
-                "unused": 0,
                 **arrays,
             },
         )
@@ -263,7 +251,7 @@ class NativeDecoder:
         hidden, ffn, head_dim = config.hidden, config.intermediate, config.head_dim
         query, key = config.heads * head_dim, config.kv_heads * head_dim
         names, sizes = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (query, key, key)
-        gate, up = (take.weight(f"mlp.{name}_proj", ffn, hidden) for name in ("gate", "up"))
+        gate, up = (take.matrix(f"mlp.{name}_proj", ffn, hidden) for name in ("gate", "up"))
         gated = None
         if config.mlp_bias:
             gated = pack.gated_bias(take.bias("mlp.gate_proj", ffn), take.bias("mlp.up_proj", ffn))
@@ -289,15 +277,19 @@ class NativeDecoder:
         )
         return layer
 
-    def _packed(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        packed = pack.panels(weight)
+    def _packed(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Linear:
+        rows, k = weight.shape
+        if isinstance(weight, Quantised):
+            packed, kind = pack.quantised(weight, self._dtype), pack.KINDS[weight.format]
+        else:
+            packed, kind = pack.panels(weight), 0
         self._kept.append(packed)
         self._bytes += packed.nbytes
         if bias is not None:
             bias = pack.padded_bias(bias)
             self._kept.append(bias)
             self._bytes += bias.nbytes
-        return pack.linear(packed, weight.shape[1], bias)
+        return pack.linear(packed, rows, k, kind, bias)
 
     def _vector(self, weight: Tensor) -> int:
         self._bytes += weight.numel() * 4

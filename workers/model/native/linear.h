@@ -1,21 +1,25 @@
 // y = x W^T over weights packed so that every thread reads its part of memory strictly in sequence.
 //
-// Layout: panels of 32 columns, [n/32][k/K][2][16][K] with K = 2 for bf16 (pairs for the dot instruction), 1 for fp32.
+// Layout: panels of 32 columns, [n/32][k/K][2][16][K] with K = 2 for bf16 (pairs for the dot instruction), 1 for fp32; of
+// quantised weights (quantised.h) the same numbers in fewer bits.
 // One register tile is up to kRows rows x 32 columns; the sum over k runs in one accumulator in order, so a row's result
 // depends neither on the other rows nor on how many there are.
+// Quantised: the first tile multiplies weights as it unpacks them, and leaves them unpacked for the other tiles.
 #pragma once
-#include "lora.h"
+#include <algorithm>
+
+#include "quantised.h"
 
 namespace fb {
 
 enum Epilogue { kStore, kAdd, kSilu, kGelu };
-constexpr long kPanel = 32;
 constexpr long kFar = 32 << 10, kNear = 1 << 10;  // bytes that weights are fetched ahead into L2 and L1, measured
 
 struct Linear {
   const void* w;
   const float* bias;  // padded to n, or null
   long n, k;          // n is padded to a multiple of 32
+  long kind, stride;  // Kind, and the bytes of a panel
 };
 
 inline V silu(V x) { return div(x, add(set1(1.f), exp(sub(zero(), x)))); }
@@ -26,14 +30,16 @@ inline V gelu(V x) {
   return div(x, add(set1(1.f), exp(sub(zero(), u))));
 }
 
-template <class P, int R, int E>
-inline void tile(const typename P::T* x, long ldx, const typename P::T* w, long k, const float* bias, const float* low,
-                 void* out, long ldo, long col) {
+typedef V Sums[kRows][2];  // of a register tile
+
+// a += x w over k, for R rows. `Streamed`: w comes from memory and is fetched ahead.
+template <class P, int R, bool Streamed>
+void accumulate(const typename P::T* x, long ldx, const typename P::T* w, long k, Sums& sums) {
   V a[R][2];
-  for (int r = 0; r < R; r++) a[r][0] = a[r][1] = zero();
+  for (int r = 0; r < R; r++) a[r][0] = sums[r][0], a[r][1] = sums[r][1];
   for (long i = 0; i < k; i += P::K) {
     typename P::W w0 = P::loadw(w), w1 = P::loadw(w + 16 * P::K);
-    for (int b = 0; b < 128; b += 64) {
+    for (int b = 0; Streamed && b < 128; b += 64) {
       prefetch_l2((const char*)w + kFar + b);
       prefetch((const char*)w + kNear + b);
     }
@@ -44,15 +50,73 @@ inline void tile(const typename P::T* x, long ldx, const typename P::T* w, long 
       a[r][1] = P::mac(a[r][1], w1, x + r * ldx + i);
     }
   }
-  for (int r = 0; r < R; r++) {
-    V lo = a[r][0], hi = a[r][1];
+  for (int r = 0; r < R; r++) sums[r][0] = a[r][0], sums[r][1] = a[r][1];
+}
+
+template <class P>
+using Accumulate = void (*)(const typename P::T*, long, const typename P::T*, long, Sums&);
+
+// `accumulate` for so many rows, 1 <= rows <= kRows.
+template <class P, bool Streamed, int R = kRows>
+inline Accumulate<P> accumulator(long rows) {
+  if constexpr (R > 1)
+    return rows == R ? accumulate<P, R, Streamed> : accumulator<P, Streamed, R - 1>(rows);
+  else
+    return accumulate<P, 1, Streamed>;
+}
+
+// The same over a quantised panel. The unpacked weights go to `out`, each step `next` behind the one before: kPanel * K to
+// have the whole panel there afterwards, 0 where nobody wants it. No rows: unpacks only.
+template <class P, class Read, int R>
+void fused(const typename P::T* x, long ldx, const uint8_t* panel, long k, typename P::T* out, long next, Sums& sums) {
+  constexpr int K = P::K;
+  V a[R + 1][2];
+  for (int r = 0; r < R; r++) a[r][0] = sums[r][0], a[r][1] = sums[r][1];
+  for (long g = 0; g < k; g += kGroup32) {
+    Read group(panel, g / kGroup32);
+    for (long i = g; i < std::min(k, g + kGroup32); i += kStride) {
+      group.begin(i - g);
+#pragma GCC unroll 4
+      for (int t = 0; t < kStride / K; t++, out += next) {
+        V low[K], high[K];
+#pragma GCC unroll 2
+        for (int j = 0; j < K; j++) low[j] = group.vector(2 * K * t + j), high[j] = group.vector(2 * K * t + K + j);
+        const typename P::W w0 = P::weights(low, out), w1 = P::weights(high, out + 16 * K);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+          a[r][0] = P::mac(a[r][0], w0, x + r * ldx + i + t * K);
+          a[r][1] = P::mac(a[r][1], w1, x + r * ldx + i + t * K);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) sums[r][0] = a[r][0], sums[r][1] = a[r][1];
+}
+
+template <class P>
+using Fused = void (*)(const typename P::T*, long, const uint8_t*, long, typename P::T*, long, Sums&);
+
+// `fused` for so many rows, 0 <= rows <= kRows.
+template <class P, class Read, int R = kRows>
+inline Fused<P> reader(long rows) {
+  if constexpr (R > 0)
+    return rows == R ? fused<P, Read, R> : reader<P, Read, R - 1>(rows);
+  else
+    return fused<P, Read, 0>;
+}
+
+template <class P>
+inline Fused<P> reader(long kind, long rows) {
+  return kind == kQ8 ? reader<P, ReadQ8<P>>(rows) : kind == kQ4 ? reader<P, ReadQ4<P>>(rows) : reader<P, ReadQ4K<P>>(rows);
+}
+
+template <class P, int E>
+inline void finish(const Sums& sums, long rows, const float* bias, void* out, long ldo, long col) {
+  for (long r = 0; r < rows; r++) {
+    V lo = sums[r][0], hi = sums[r][1];
     if (bias) {
       lo = add(lo, load(bias + col));
       hi = add(hi, load(bias + col + 16));
-    }
-    if (low) {
-      lo = add(lo, load(low + r * kPanel));
-      hi = add(hi, load(low + r * kPanel + 16));
     }
     if (E == kSilu || E == kGelu) {  // a panel holds 16 gate columns, then their 16 up columns
       P::store((typename P::T*)out + r * ldo + col / 2, mul(E == kSilu ? silu(lo) : gelu(lo), hi));
@@ -68,32 +132,42 @@ inline void tile(const typename P::T* x, long ldx, const typename P::T* w, long 
   }
 }
 
-template <class P, int E, int R>
-inline void tiled(long rows, const typename P::T* x, long ldx, const typename P::T* w, long k, const float* bias,
-                  const float* low, void* out, long ldo, long col) {
-  if constexpr (R > 0) {
-    if (rows == R)
-      tile<P, R, E>(x, ldx, w, k, bias, low, out, ldo, col);
-    else
-      tiled<P, E, R - 1>(rows, x, ldx, w, k, bias, low, out, ldo, col);
+// Columns of panels [p0, p1) for `rows` rows, in tiles of equal height. `out` is float [rows][ldo], or P::T for the
+// gated epilogues. `unpacked`: room for a panel.
+template <class P, int E>
+inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, long rows, void* out, long ldo,
+                   typename P::T* unpacked) {
+  const long unit = (E == kSilu || E == kGelu) ? long(sizeof(typename P::T)) : 4, tiles = (rows + kRows - 1) / kRows;
+  for (long p = p0; p < p1; p++) {
+    const uint8_t* panel = (const uint8_t*)l.w + p * l.stride;
+    for (long t = 0; t < tiles; t++) {
+      const long r = rows * t / tiles, n = rows * (t + 1) / tiles - r;
+      Sums sums;
+      for (long i = 0; i < n; i++) sums[i][0] = sums[i][1] = zero();
+      if (l.kind == kDense)
+        accumulator<P, true>(n)(x + r * l.k, l.k, (const typename P::T*)panel, l.k, sums);
+      else if (t == 0)
+        reader<P>(l.kind, n)(x, l.k, panel, l.k, unpacked, tiles > 1 ? kPanel * P::K : 0, sums);
+      else
+        accumulator<P, false>(n)(x + r * l.k, l.k, unpacked, l.k, sums);
+      finish<P, E>(sums, n, l.bias, (char*)out + r * ldo * unit, ldo, p * kPanel);
+    }
   }
 }
 
-// Columns of panels [p0, p1) for `rows` rows, in tiles of equal height. `out` is float [rows][ldo], or P::T for the
-// gated epilogues. `low`: the adapters of these rows, of which the first is row `row` of the step; or null.
-template <class P, int E>
-inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, long rows, void* out, long ldo,
-                   const Low<P>* low, long row) {
-  alignas(64) float sums[kRows * kPanel];
-  const long unit = (E == kSilu || E == kGelu) ? long(sizeof(typename P::T)) : 4, tiles = (rows + kRows - 1) / kRows;
-  for (long p = p0; p < p1; p++) {
-    const typename P::T* w = (const typename P::T*)l.w + p * kPanel * l.k;
-    for (long t = 0; t < tiles; t++) {
-      const long r = rows * t / tiles, n = rows * (t + 1) / tiles - r;
-      const float* extra = low ? low->sum(row + r, n, p, sums) : nullptr;
-      tiled<P, E, kRows>(n, x + r * l.k, l.k, w, l.k, l.bias, extra, (char*)out + r * ldo * unit, ldo, p * kPanel);
-    }
+// Column n (a row of the embedding) as floats.
+template <class P>
+inline void column(const Linear& l, long n, float* out, typename P::T* unpacked) {
+  const uint8_t* panel = (const uint8_t*)l.w + n / kPanel * l.stride;
+  const typename P::T* w = (const typename P::T*)panel;
+  if (l.kind != kDense) {
+    Sums none;
+    reader<P>(l.kind, 0)(nullptr, 0, panel, l.k, unpacked, kPanel * P::K, none);
+    w = unpacked;
   }
+  w += n % kPanel * P::K;
+  for (long d = 0; d < l.k; d += P::K, w += kPanel * P::K)
+    for (int j = 0; j < P::K; j++) out[d + j] = P::to(w[j]);
 }
 
 }  // namespace fb

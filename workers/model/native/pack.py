@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from workers.model.native.abi import Linear
+from workers.model.quant.matrix import GROUP, Q4, Q4K, Q8, SUPER, Quantised, joined
 
 PANEL = 32
 LANES = 16
 _HUGE = 2 << 20
+KINDS = {Q8: 1, Q4: 2, Q4K: 3}
+"""``Kind`` of quantised.h."""
 
 
 def buffer(count: int, dtype: torch.dtype) -> Tensor:
@@ -39,10 +42,44 @@ def panels(weight: Tensor) -> Tensor:
     return packed
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def quantised(weight: Quantised, dtype: torch.dtype) -> Tensor:
+    """weight [n, k] → uint8 panels of ``quantised.h``, for a kernel that computes in ``dtype``; n is padded."""
+    n, _ = weight.shape
+    extra = -n % PANEL
+    if extra:
+        weight = weight.rows(lambda part: torch.cat([part, part.new_zeros(extra, *part.shape[1:])]))
+    count = (n + extra) // PANEL
+    pair = 2 if dtype == torch.bfloat16 else 1
+    codes = weight.unpacked().view(count, 2, LANES, -1, GROUP // pair, pair).permute(0, 3, 4, 1, 2, 5)
+    groups = codes.shape[1]
+    if weight.format.bits == 4:  # 8 vectors of 16 codes → 16 words, vector i in bits 4i to 4i + 3
+        eight = codes.reshape(count, groups, -1, 4, 2, LANES)
+        codes = (eight[..., 0, :] | eight[..., 1, :] << 4).transpose(-1, -2)
+    body = codes.reshape(count, groups, -1).view(torch.uint8)
+    parts = [part.view(count, PANEL, -1).transpose(1, 2).contiguous().view(torch.uint8) for part in weight.parts]
+    if weight.format is Q4K:
+        heads, body = torch.cat(parts[:2], -1), torch.cat([*parts[2:], body], -1)
+        pieces = [
+            piece
+            for at in range(heads.shape[1])
+            for piece in (heads[:, at], body[:, at * SUPER : (at + 1) * SUPER].reshape(count, -1))
+        ]
+        whole = torch.cat(pieces, 1)
+    else:
+        whole = torch.cat([*parts, body], -1)
+    packed = buffer(whole.numel(), torch.uint8)
+    packed.copy_(whole.reshape(-1))
+    return packed
+
+
+def gated(gate: Tensor | Quantised, up: Tensor | Quantised) -> Tensor | Quantised:
     """gate and up [ffn, hidden] → [2 ffn, hidden]: 16 gate rows, then their 16 up rows, as the gated epilogue reads."""
-    ffn, hidden = gate.shape
-    return torch.stack([gate.view(-1, LANES, hidden), up.view(-1, LANES, hidden)], dim=1).reshape(2 * ffn, hidden)
+    both = joined([gate, up])
+    return both.rows(_interleaved) if isinstance(both, Quantised) else _interleaved(both)
+
+
+def _interleaved(both: Tensor) -> Tensor:
+    return both.view(2, -1, LANES, both.shape[-1]).transpose(0, 1).reshape(both.shape)
 
 
 def gated_bias(gate: Tensor, up: Tensor) -> Tensor:
@@ -57,6 +94,8 @@ def padded_bias(bias: Tensor) -> Tensor:
     return made
 
 
-def linear(packed: Tensor, k: int, bias: Tensor | None = None) -> Linear:
-    """The structure over packed weights and a padded bias. The caller keeps both tensors alive."""
-    return Linear(w=packed.data_ptr(), bias=None if bias is None else bias.data_ptr(), n=packed.numel() // k, k=k)
+def linear(packed: Tensor, rows: int, k: int, kind: int = 0, bias: Tensor | None = None) -> Linear:
+    """The structure over packed weights of ``rows`` outputs and a padded bias. The caller keeps both tensors alive."""
+    count = -(-rows // PANEL)
+    at = None if bias is None else bias.data_ptr()
+    return Linear(w=packed.data_ptr(), bias=at, n=count * PANEL, k=k, kind=kind, stride=packed.nbytes // count)

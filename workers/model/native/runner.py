@@ -10,9 +10,7 @@ from torch import Tensor
 from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from workers.engine.sequence import Sequence
 from workers.engine.verify import fold, standings
-from workers.model.deltas import used
 from workers.model.masks import allows
-from workers.model.native.adapters import NativeAdapter
 from workers.model.native.decoder import NativeCache, NativeDecoder, Rows
 from workers.model.sampler import sample
 
@@ -22,28 +20,19 @@ class NativeRunner:
 
     def __init__(self, decoder: NativeDecoder, cache: NativeCache) -> None:
         self.decoder, self.cache = decoder, cache
-        self._adapters: dict[str, NativeAdapter] = {}
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Zero, copy, compute, sample, in this order.
-
-        Raises ValueError for a plan that does not fit its sequences, SequenceFault for an adapter that is not held.
-        """
+        """Zero, copy, compute, sample, in this order. Raises ValueError for a plan that does not fit its sequences."""
         self.cache.zero(plan.zero)
         self.cache.copy(plan.copies)
         if not plan.chunks:
             return StepResult([])
         rows, samplers, own = layout(plan, self.cache.block_size)
-        adapters, which = used(plan.chunks, self._adapters)
-        if adapters:
-            rows.lora.extend(which)
-        return StepResult(fold(plan.chunks, self._sampled(rows, samplers, own, adapters)))
+        return StepResult(fold(plan.chunks, self._sampled(rows, samplers, own)))
 
-    def _sampled(
-        self, rows: Rows, samplers: list[Sequence], own: list[int], adapters: list[NativeAdapter]
-    ) -> list[Sampled]:
-        logits, best = self.decoder.forward(rows, adapters)
+    def _sampled(self, rows: Rows, samplers: list[Sequence], own: list[int]) -> list[Sampled]:
+        logits, best = self.decoder.forward(rows)
         choosy = [place for place, one in enumerate(samplers) if not _takes(one, best[own[place]])]
         if not choosy:
             return [Sampled([best[row]]) for row in own]
@@ -78,15 +67,6 @@ class NativeRunner:
         """Overwrite the keys and values of ``blocks`` with zeros, at once."""
         with torch.inference_mode():
             self.cache.zero(blocks)
-
-    def install(self, digest: str, weights: object) -> None:
-        """Use an adapter for sequences that name ``digest``."""
-        assert isinstance(weights, NativeAdapter)
-        self._adapters[digest] = weights
-
-    def remove(self, digest: str) -> None:
-        """Free an adapter that no sequence names any more: no thread of the kernel reads it between steps."""
-        del self._adapters[digest]
 
 
 def _takes(sequence: Sequence, token: int) -> bool:

@@ -9,7 +9,6 @@
 //   what it made of memory that has changed meanwhile is thrown away.
 // - No chunk reads what another chunk of the same step writes.
 #include "abi.h"
-#include "adapted.h"
 #include "attention.h"
 #include "memory.h"
 #include "pool.h"
@@ -39,7 +38,6 @@ struct Engine {
 struct Job {
   FbStep s;
   int tasks, spread, split;
-  LoraWork lora;
 };
 
 // How a linear is cut into tasks: blocks of rows, and in each parts of the columns; enough tasks that a thread without
@@ -59,9 +57,9 @@ template <class P, class C>
 struct Local {
   Tile<P, C> tile;
   alignas(64) typename P::T q[kMaxDim];
-  Array<typename P::T> rows;
+  Array<typename P::T> rows, panel;
   const char *ahead = nullptr, *ahead_end = nullptr;  // weights that it will read next
-  explicit Local(long hidden) : rows(kFew * hidden) {}
+  Local(long hidden, long deepest) : rows(kFew * hidden), panel(kPanel * deepest) {}
 };
 
 template <class P, class C>
@@ -78,7 +76,6 @@ struct Impl final : Engine {
   std::vector<float> partial;
   std::vector<Task> tasks;
   std::vector<int> spread;  // rows that are not their chunk's only one
-  Adapted<P> lora;
   std::vector<int> wanted;  // rows that sample: ours, since a late thread may still look at them
   std::vector<Local<P, C>> local;
   int threads;
@@ -95,15 +92,15 @@ struct Impl final : Engine {
         q(long(m.max_rows) * m.heads * m.head_dim),
         att(long(m.max_rows) * m.heads * m.head_dim),
         h(long(m.max_rows) * m.ffn),
-        lora(m.max_rows, m.low_width, m.layers),
         wanted(m.max_samples),
-        local(locals(threads, m.hidden)),
+        local(locals(threads, m)),
         threads(threads),
-        pool(threads, 16 + 16 * model.layers, Work{this}) {}
+        pool(threads, 16 + 12 * model.layers, Work{this}) {}
 
-  static std::vector<Local<P, C>> locals(int threads, long hidden) {
+  static std::vector<Local<P, C>> locals(int threads, const FbModel& m) {
+    const long deepest = std::max({m.hidden, m.ffn, m.heads * m.head_dim});
     std::vector<Local<P, C>> made;
-    for (int i = 0; i < threads; i++) made.emplace_back(hidden);
+    for (int i = 0; i < threads; i++) made.emplace_back(m.hidden, deepest);
     return made;
   }
 
@@ -118,36 +115,25 @@ struct Impl final : Engine {
 
   // `next`: the linear that comes next, for as many rows; threads that wait fetch what they will read of it.
   template <int E>
-  bool panels(Walk& walk, const Linear& l, const T* in, long n, void* out, long ldo, const Linear* next,
-              const Low<P>* low = nullptr) {
+  bool panels(Walk& walk, const Linear& l, const T* in, long n, void* out, long ldo, const Linear* next) {
     const long unit = E == kSilu || E == kGelu ? long(sizeof(T)) : 4;
     const Grid grid(n, l.n, threads);
     Local<P, C>& mine = local[walk.thread];
     mine.ahead = mine.ahead_end = nullptr;
     if (next) {
       const Grid then(n, next->n, threads);
-      const long bytes = kPanel * next->k * long(sizeof(T));
-      mine.ahead = (const char*)next->w + then.panel(long(then.tasks()) * walk.thread / threads % then.parts) * bytes;
-      mine.ahead_end = mine.ahead + std::min(kIdle, next->n / kPanel * bytes / threads);
+      mine.ahead =
+          (const char*)next->w + then.panel(long(then.tasks()) * walk.thread / threads % then.parts) * next->stride;
+      mine.ahead_end = mine.ahead + std::min(kIdle, next->n / kPanel * next->stride / threads);
     }
     return walk.each(
         grid.tasks(),
         [&](int i) {
           const long block = i / grid.parts, part = i % grid.parts, r = grid.row(block);
           linear<P, E>(l, grid.panel(part), grid.panel(part + 1), in + r * l.k, grid.row(block + 1) - r,
-                       (char*)out + r * ldo * unit, ldo, low, r);
+                       (char*)out + r * ldo * unit, ldo, mine.panel.data());
         },
         Fetch{mine});
-  }
-
-  // The linear `kind` of a layer with what adapters add to it.
-  template <int E>
-  bool adapted(Walk& walk, const Job& job, Kind kind, const FbLayer& layer, const Linear& l, const T* in, void* out, long ldo,
-               const Linear* next) {
-    if (!job.lora.groups[kind]) return panels<E>(walk, l, in, job.s.rows, out, ldo, next);
-    const int group = m.head_dim / kLanes;
-    const Low<P> low = lora.of(job.s, &layer - layers.data(), kind, m.heads * group, (m.heads + m.kv_heads) * group);
-    return lora.shrink(walk, job.lora, low, in, l.k) && panels<E>(walk, l, in, job.s.rows, out, ldo, next, &low);
   }
 
   struct Fetch {
@@ -159,11 +145,10 @@ struct Impl final : Engine {
     }
   };
 
-  void embed(const FbStep& s, long i) {
-    const long n = s.tokens[i], k = m.embed.k;
-    const T* w = (const T*)m.embed.w + n / kPanel * kPanel * k + (n % kPanel) * P::K;
-    for (long d = 0; d < k; d += P::K, w += kPanel * P::K)
-      for (int j = 0; j < P::K; j++) x.data()[i * m.hidden + d + j] = P::to(w[j]) * m.embed_scale;
+  void embed(const FbStep& s, long i, T* unpacked) {
+    float* row = x.data() + i * m.hidden;
+    column<P>(m.embed, s.tokens[i], row, unpacked);
+    for (long d = 0; m.embed_scale != 1 && d < m.hidden; d++) row[d] *= m.embed_scale;
   }
 
   // The normed rows row(0) … row(n - 1) of x; null when the step has ended meanwhile.
@@ -310,10 +295,9 @@ struct Impl final : Engine {
   }
 
   // x += linear(in), through the model's norm after the block where it has one (Gemma 2 and 3).
-  bool residual(Walk& walk, const Job& job, Kind kind, const FbLayer& layer, const Linear& l, const T* in, const float* post,
-                const Linear* next) {
-    if (!post) return adapted<kAdd>(walk, job, kind, layer, l, in, x.data(), m.hidden, next);
-    return adapted<kStore>(walk, job, kind, layer, l, in, tmp.data(), m.hidden, next) && rows(walk, job.s.rows, [&](long i) {
+  bool residual(Walk& walk, const Linear& l, const T* in, long n, const float* post, const Linear* next) {
+    if (!post) return panels<kAdd>(walk, l, in, n, x.data(), m.hidden, next);
+    return panels<kStore>(walk, l, in, n, tmp.data(), m.hidden, next) && rows(walk, n, [&](long i) {
              norm_add(tmp.data() + i * m.hidden, post, m.hidden, m.eps, x.data() + i * m.hidden);
            });
   }
@@ -323,21 +307,22 @@ struct Impl final : Engine {
     Local<P, C>& mine = local[walk.thread];
     const auto every = [](long i) { return i; };
     const T* in = normed(walk, s.rows, l.attn_norm, every);
-    if (!in || !adapted<kStore>(walk, job, kQkv, l, l.qkv, in, qkv.data(), l.qkv.n, &l.o)) return false;
+    if (!in || !panels<kStore>(walk, l.qkv, in, s.rows, qkv.data(), l.qkv.n, &l.o)) return false;
     if (job.spread && !rows(walk, job.spread, [&](long i) { scatter(s, l, spread[i]); })) return false;
     if (!walk.each(job.tasks, [&](int i) { attend(s, l, i, mine); }, Fetch{mine})) return false;
     if (job.split && !walk.each(job.tasks, [&](int i) { merge(tasks[i]); })) return false;
-    if (!residual(walk, job, kOutput, l, l.o, att.data(), l.post_attn_norm, &l.gate_up)) return false;
+    if (!residual(walk, l.o, att.data(), s.rows, l.post_attn_norm, &l.gate_up)) return false;
     in = normed(walk, s.rows, l.ffn_norm, every);
-    if (!in || !(m.gelu ? adapted<kGelu>(walk, job, kGateUp, l, l.gate_up, in, h.data(), m.ffn, &l.down)
-                        : adapted<kSilu>(walk, job, kGateUp, l, l.gate_up, in, h.data(), m.ffn, &l.down)))
+    if (!in || !(m.gelu ? panels<kGelu>(walk, l.gate_up, in, s.rows, h.data(), m.ffn, &l.down)
+                        : panels<kSilu>(walk, l.gate_up, in, s.rows, h.data(), m.ffn, &l.down)))
       return false;
-    return residual(walk, job, kDown, l, l.down, h.data(), l.post_ffn_norm, next);
+    return residual(walk, l.down, h.data(), s.rows, l.post_ffn_norm, next);
   }
 
   void work(const Job& job, Walk& walk) {
     const FbStep& s = job.s;
-    if (!rows(walk, s.rows, [&](long i) { embed(s, i); })) return;
+    T* unpacked = local[walk.thread].panel.data();
+    if (!rows(walk, s.rows, [&](long i) { embed(s, i, unpacked); })) return;
     for (size_t i = 0; i < layers.size(); i++)
       if (!layer(job, layers[i], i + 1 < layers.size() ? &layers[i + 1].qkv : &m.head, walk)) return;
     if (!s.samples) return;
@@ -354,8 +339,7 @@ struct Impl final : Engine {
 
   void step(const FbStep& s) override {
     const bool split = plan(s);
-    const Job job{s, int(tasks.size()), int(spread.size()), split, lora.enlist(s)};
-    pool.run(job);
+    pool.run(Job{s, int(tasks.size()), int(spread.size()), split});
   }
 };
 

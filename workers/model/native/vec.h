@@ -28,6 +28,19 @@ inline uint16_t float_to_bf16(float f) {
   return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+// IEEE half; the value times 2^-112 has the same bits shifted, and scaling it back is exact, subnormals included.
+inline float half_to_float(uint16_t h) {
+  const uint32_t u = uint32_t(h & 0x7fff) << 13, sign = uint32_t(h & 0x8000) << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  f *= 0x1p112f;
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  bits |= sign;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -61,6 +74,26 @@ inline V keep(V a, int lo, int hi, V other) {
   return _mm512_mask_blend_ps(__mmask16(m), other, a);
 }
 inline V round_nearest(V a) { return _mm512_roundscale_ps(a, 0); }
+inline V load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline V load_i8(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+inline V load_u8(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+// Lane i of the first eight, or of the last eight, twice: (0, 0, 1, 1, ...).
+inline V twice_low(V v) {
+  return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), v);
+}
+inline V twice_high(V v) {
+  return _mm512_permutexvar_ps(_mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15), v);
+}
+// Sixteen words of eight 4-bit numbers each: `nibble(i)` gives number i of every word. A permutation looks at four bits
+// of each index, so it masks and converts at once.
+struct Nibbles {
+  __m512i words;
+  static Nibbles load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+  V nibble(int i) const {
+    const V value = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * i), value);
+  }
+};
 inline V scale2(V a, V n) { return _mm512_scalef_ps(a, n); }
 inline V load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
@@ -77,6 +110,11 @@ inline void store_bf16(uint16_t* p, V v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(u));
 }
 #endif
+inline V round_bf16(V v) {
+  uint16_t t[16];
+  store_bf16(t, v);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)t)), 16));
+}
 constexpr int kRows = 12;               // rows of one register tile: 12 x 2 accumulators of 32 registers
 constexpr int kQueries = 6, kWide = 4;  // the same in attention: queries x sub-blocks, or queries x 16 values
 
@@ -119,6 +157,47 @@ inline V keep(V v, int lo, int hi, V other) {
   return load(t);
 }
 inline V round_nearest(V v) { return {_mm256_round_ps(v.a, 8), _mm256_round_ps(v.b, 8)}; }
+inline __m256 whole(__m256i i) { return _mm256_cvtepi32_ps(i); }
+inline V load_half(const uint16_t* p) {
+#if defined(__F16C__)
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+#else
+  float t[16];
+  for (int i = 0; i < 16; i++) t[i] = half_to_float(p[i]);
+  return load(t);
+#endif
+}
+inline V load_i8(const int8_t* p) {
+  return {whole(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+          whole(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+}
+inline V load_u8(const uint8_t* p) {
+  return {whole(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+          whole(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+}
+inline V twice(__m256 v) {
+  return {_mm256_permutevar8x32_ps(v, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),
+          _mm256_permutevar8x32_ps(v, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7))};
+}
+inline V twice_low(V v) { return twice(v.a); }
+inline V twice_high(V v) { return twice(v.b); }
+struct Nibbles {
+  __m256i a, b;
+  static Nibbles load(const uint8_t* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+  }
+  V nibble(int i) const {
+    const __m256i low = _mm256_set1_epi32(15);
+    return {whole(_mm256_and_si256(_mm256_srli_epi32(a, 4 * i), low)),
+            whole(_mm256_and_si256(_mm256_srli_epi32(b, 4 * i), low))};
+  }
+};
+inline __m256 round_bf16(__m256 v) {
+  const __m256i u = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(int(0xffff0000))));
+}
+inline V round_bf16(V v) { return {round_bf16(v.a), round_bf16(v.b)}; }
 inline __m256 scale2(__m256 a, __m256 n) {
   __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_mul_ps(a, _mm256_castsi256_ps(e));
@@ -175,6 +254,22 @@ inline float hsum(V v) {
 }
 inline V keep(V v, int lo, int hi, V other) { FB_LANES(i >= lo && i < hi ? v.f[i] : other.f[i]) }
 inline V round_nearest(V v) { FB_LANES(std::nearbyint(v.f[i])) }
+inline V load_half(const uint16_t* p) { FB_LANES(half_to_float(p[i])) }
+inline V load_i8(const int8_t* p) { FB_LANES(float(p[i])) }
+inline V load_u8(const uint8_t* p) { FB_LANES(float(p[i])) }
+inline V twice_low(V v) { FB_LANES(v.f[i / 2]) }
+inline V twice_high(V v) { FB_LANES(v.f[8 + i / 2]) }
+struct Nibbles {
+  uint32_t words[16];
+  static Nibbles load(const uint8_t* p) {
+    Nibbles n;
+    for (int j = 0; j < 16; j++)
+      n.words[j] = p[4 * j] | p[4 * j + 1] << 8 | p[4 * j + 2] << 16 | uint32_t(p[4 * j + 3]) << 24;
+    return n;
+  }
+  V nibble(int n) const { FB_LANES(float(words[i] >> 4 * n & 15)) }
+};
+inline V round_bf16(V v) { FB_LANES(bf16_to_float(float_to_bf16(v.f[i]))) }
 inline V scale2(V v, V n) { FB_LANES(std::ldexp(v.f[i], int(n.f[i]))) }
 inline void store_bf16(uint16_t* p, V v) {
   for (int i = 0; i < 16; i++) p[i] = float_to_bf16(v.f[i]);
@@ -237,6 +332,12 @@ struct F32 {
   static W loadw(const T* p) { return load(p); }
   static V mac(V acc, W w, const T* x) { return fma(set1(*x), w, acc); }
   static void store(T* p, V v) { fb::store(p, v); }
+  // Weights of K ks, rounded to bfloat16 numbers, as a factor of `mac`; they also lie in `p` afterwards.
+  static W weights(const V (&v)[K], T* p) {
+    const V w = round_bf16(v[0]);
+    fb::store(p, w);
+    return w;
+  }
   static T from(float f) { return f; }
   static float to(T t) { return t; }
 };
@@ -256,6 +357,11 @@ struct Bf16 {
   typedef __m512bh W;
   static W loadw(const T* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static V mac(V acc, W w, const T* x) { return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(pair(x)), w); }
+  static W weights(const V (&v)[K], T* p) {
+    const W w = _mm512_cvtne2ps_pbh(v[1], v[0]);
+    _mm512_storeu_si512(p, (__m512i)w);
+    return w;
+  }
 #elif defined(__AVX512F__)
   typedef __m512i W;
   static W loadw(const T* p) { return _mm512_loadu_si512(p); }
@@ -283,6 +389,13 @@ struct Bf16 {
     float a = bf16_to_float(x[0]), b = bf16_to_float(x[1]);
     for (int i = 0; i < 16; i++) acc.f[i] += a * bf16_to_float(w.p[2 * i]) + b * bf16_to_float(w.p[2 * i + 1]);
     return acc;
+  }
+#endif
+#if !defined(__AVX512BF16__)
+  static W weights(const V (&v)[K], T* p) {
+    store_bf16(p, v[0]);
+    store_bf16(p + 16, v[1]);
+    return loadw(p);
   }
 #endif
 };

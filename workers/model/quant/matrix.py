@@ -1,0 +1,127 @@
+"""A weight matrix in 8 or 4 bits, in groups of 32 inputs of one output.
+
+    q8    w = d q            d half, q in [-127, 127] (GGUF's own may be -128)          8.5 bits per weight
+    q4    w = d q + m        d, m half, q in [0, 15]                                     5 bits
+    q4k   w = D a q - M b    D, M half per 8 groups, a and b bytes per group             4.63 bits
+
+Rules
+- A weight is the formula in fp32, rounded once to bfloat16. Every product in it is exact, so torch, the kernel on any
+  machine and the dequantised matrix compute with the very same numbers, whatever type they compute in.
+- Rows (outputs) are independent: they may be picked, reordered and joined. Inputs may not.
+- Inputs that do not fill the last group are followed by codes 0 that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+"""Inputs that share a scale."""
+SUPER = 8
+"""Groups of q4k that share D and M."""
+ROWS = 1 << 20
+"""Weights that are unpacked to fp32 at a time: what a core's cache holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How codes and scales become weights. ``parts`` names the tensors beside the codes, [rows, groups or supers]."""
+
+    name: str
+    bits: int
+    """Of a code; those of 4 bits lie two in a byte, the first in the low half."""
+    parts: tuple[str, ...]
+    scales: Callable[..., tuple[Tensor, Tensor | None]]
+    """fp32 factor and offset [rows, groups] of the parts."""
+
+
+def _one(d: Tensor) -> tuple[Tensor, None]:
+    return d.float(), None
+
+
+def _two(d: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    return d.float(), m.float()
+
+
+def _nested(d: Tensor, m: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    groups = a.shape[1]
+    factor, offset = (part.float().repeat_interleave(SUPER, 1)[:, :groups] for part in (d, m))
+    return factor * a.float(), -(offset * b.float())
+
+
+Q8 = Format("q8", 8, ("d",), _one)
+Q4 = Format("q4", 4, ("d", "m"), _two)
+Q4K = Format("q4k", 4, ("d", "m", "a", "b"), _nested)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """One matrix [rows, columns]."""
+
+    format: Format
+    columns: int
+    codes: Tensor
+    """q8: int8 [rows, groups x 32]; others: uint8 [rows, groups x 16]."""
+    parts: tuple[Tensor, ...]
+    """In the order of ``format.parts``."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return len(self.codes), self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(part.nbytes for part in self.tensors())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Codes and parts."""
+        return (self.codes, *self.parts)
+
+    def rows(self, pick: Callable[[Tensor], Tensor]) -> Quantised:
+        """The matrix whose rows are ``pick`` of these; it is applied to each tensor [rows, …] alike."""
+        codes, *parts = (pick(part) for part in self.tensors())
+        return Quantised(self.format, self.columns, codes, tuple(parts))
+
+    def unpacked(self) -> Tensor:
+        """Codes one by one, [rows, groups x 32]; int8 or uint8."""
+        if self.format.bits == 8:
+            return self.codes
+        return torch.stack([self.codes & 15, self.codes >> 4], -1).view(len(self.codes), -1)
+
+    def dense(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The weights [rows, columns]: bfloat16 numbers, in ``dtype``."""
+        made = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        step = max(1, ROWS // max(1, self.codes.shape[1]))
+        if made.is_cuda:
+            step = max(1, len(made))
+        for start in range(0, len(made), step):
+            made[start : start + step] = self.rows(lambda part, at=start: part[at : at + step])._dense()  # type: ignore[misc]
+        return made
+
+    def _dense(self) -> Tensor:
+        factor, offset = self.format.scales(*self.parts)
+        values = self.unpacked().view(len(self.codes), -1, GROUP).float().mul_(factor[..., None])
+        if offset is not None:
+            values += offset[..., None]
+        return values.to(torch.bfloat16).view(len(self.codes), -1)[:, : self.columns]
+
+
+def joined(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
+    """Matrices of the same inputs as one, in order; dense (bfloat16 numbers) where their formats differ."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Quantised):
+        same = [part for part in parts if isinstance(part, Quantised) and part.format is first.format]
+        if len(same) == len(parts):
+            columns = zip(*(part.tensors() for part in same), strict=True)
+            codes, *scales = (torch.cat(column) for column in columns)
+            return Quantised(first.format, first.columns, codes, tuple(scales))
+    dtype = next((part.dtype for part in parts if isinstance(part, Tensor)), torch.bfloat16)
+    return torch.cat([part.dense(dtype) if isinstance(part, Quantised) else part for part in parts])
