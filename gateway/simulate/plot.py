@@ -21,9 +21,14 @@ class NoPlots(RuntimeError):  # noqa: N818 - a statement about the installation
 
 
 def plot(runs: Mapping[str, Figures], path: Path, *, title: str = "") -> None:
+    """``draw``, into a PNG file. Raises NoPlots, OSError."""
+    draw(runs, title=title).savefig(path, format="png")
+
+
+def draw(runs: Mapping[str, Figures], *, title: str = "") -> Any:
     """Three panels per run: service per tenant over time, its accumulated difference, distribution of the TTFT.
 
-    ``runs``: label → figures, one row of panels each. Raises NoPlots, OSError.
+    ``runs``: label → figures, one row of panels each. Returns a matplotlib Figure. Raises NoPlots.
     """
     try:
         from matplotlib.figure import Figure
@@ -37,7 +42,7 @@ def plot(runs: Mapping[str, Figures], path: Path, *, title: str = "") -> None:
         _ttft(row[2], figures, label)
     if title:
         figure.suptitle(title)
-    figure.savefig(path, format="png")
+    return figure
 
 
 def _service(axes: Any, figures: Figures, label: str) -> None:

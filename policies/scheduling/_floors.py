@@ -24,7 +24,7 @@ class Floors(Generic[G]):
         self.granted = False
         """Whether any group has a floor: else nothing needs to be told here."""
         self._credit: dict[G, float] = {}
-        self._waiting: set[G] = set()
+        self._waiting: dict[G, None] = {}  # in order of entry: a set's order differs from process to process
 
     def grant(self, group: G, share: float) -> None:
         """Give the group a floor, on top of what it has."""
@@ -39,9 +39,9 @@ class Floors(Generic[G]):
     def wait(self, group: G, waits: bool) -> None:
         """Jobs of the group wait now, or none does any more."""
         if not waits:
-            self._waiting.discard(group)
+            self._waiting.pop(group, None)
         elif group in self._shares and group not in self._waiting:
-            self._waiting.add(group)
+            self._waiting[group] = None
             self._credit[group] = min(0.0, self._credit[group])
 
     def due(self) -> list[G]:

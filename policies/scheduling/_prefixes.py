@@ -130,10 +130,10 @@ class PrefixLines:
                 moved.extend(islice(watched[key], MOVED - len(moved)))
                 if len(moved) == MOVED:
                     break
-        changed = set()
+        changed: dict[TenantId, None] = {}  # in order: a set's order differs from process to process
         for job_id in moved:
             if self._look_again(job_id, self._depths[job_id] + 1):  # the key that it watched is hot now
-                changed.add(self._job(job_id).tenant)
+                changed[self._job(job_id).tenant] = None
         return changed
 
     def shrunk(self, tenant: TenantId) -> bool:

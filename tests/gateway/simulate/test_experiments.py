@@ -161,8 +161,8 @@ def test_fairness_costs_no_throughput(runs: Runs, seed: int) -> None:
     assert runs("work-conservation", seed).as_json()["throughput_tokens_s"] >= 0.97 * fcfs
 
 
-def test_no_slot_is_free_while_an_admissible_job_waits() -> None:
-    """At every turn of the first minute."""
+def test_after_each_turn_nothing_queued_fits_a_worker_by_the_gate_s_own_figures() -> None:
+    """Of the first minute; ``test_work_conservation.py`` asks the workers."""
     loaded = prepared(Case("work-conservation", 1))
     loaded = type(loaded)(loaded.scenario.model_copy(update={"duration_s": 60}), loaded.path, loaded.registry)
     turns = 0

@@ -6,15 +6,17 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from gateway.cli import app
 from gateway.cli.output import UserError
 from gateway.simulate.batching import table
 from gateway.simulate.figures import Figures
-from gateway.simulate.plot import NoPlots, plot
+from gateway.simulate.plot import NoPlots, draw, plot
 from gateway.simulate.scenario_file import load, shipped
 from gateway.simulate.simulation import simulate
 from tests.gateway.simulate.scenarios import WORKERS, burst, make, poisson, tenant
@@ -95,6 +97,43 @@ def test_plots_are_images_of_a_size_to_commit(tmp_path: Path) -> None:
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG")
     assert 10_000 < len(data) < 150_000
+
+
+def test_plots_show_every_tenant_with_its_name_and_what_it_got(tmp_path: Path) -> None:
+    loaded = make(tmp_path, tenant("a", poisson(5)), tenant("b", poisson(20), weight=2), policy={"use": "vtc"})
+    runs = {name: Figures.of(simulate(loaded.under(name, 1))) for name in ("vtc", "fcfs")}
+    figure = draw(runs, title="two")
+    assert figure.get_suptitle() == "two"
+    assert len(figure.axes) == 6
+    for (name, figures), panels in zip(runs.items(), (figure.axes[:3], figure.axes[3:]), strict=True):
+        service, difference, ttft = panels
+        assert [axes.get_title().split(":")[0] for axes in panels] == [name] * 3
+        for axes in (service, ttft):
+            assert [line.get_label() for line in axes.lines] == ["a", "b"]
+            assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
+        assert [line.get_ydata()[-1] for line in service.lines] == pytest.approx(figures.series.service[-1])
+        assert len(difference.lines) == 1
+        assert np.nanmax(difference.lines[0].get_ydata()) <= figures.max_service_difference * 1.001
+        for i, line in enumerate(ttft.lines):
+            waits = figures.run.ledger.accounts[i].ttfts
+            assert line.get_xdata().max() == pytest.approx(max(waits))
+            assert line.get_ydata()[-1] == 1
+
+
+def test_the_image_shows_a_line_in_every_panel(tmp_path: Path) -> None:
+    """Pixels: each panel has both tenants' colours, and no panel is blank."""
+    loaded = make(tmp_path, tenant("a", poisson(5)), tenant("b", poisson(20), weight=2), policy={"use": "vtc"})
+    path = tmp_path / "plot.png"
+    plot({"vtc": Figures.of(simulate(loaded))}, path)
+    pixels = (imread(path)[:, :, :3] * 255).round().astype(int)
+    height, width, _ = pixels.shape
+    assert (width, height) == (1200, 336)
+    blue, orange, red = (0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E), (0xD6, 0x27, 0x28)
+    for panel, colours in enumerate(((blue, orange), (red,), (blue, orange))):
+        part = pixels[:, panel * width // 3 : (panel + 1) * width // 3]
+        for colour in colours:
+            drawn = (abs(part - colour).max(axis=2) < 8).sum()
+            assert drawn > 50, (panel, colour)
 
 
 def test_without_matplotlib_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
