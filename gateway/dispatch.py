@@ -176,6 +176,10 @@ class Dispatcher:
         """Virtual time by which each waiting tenant is behind the best served one."""
         return self.queue.virtual_lag(self._desk.clock())
 
+    def shares(self) -> Mapping[TenantId, float]:
+        """Each tenant's part of what was served in about the last half minute."""
+        return self.queue.shares(self._desk.clock())
+
     def stalled(self) -> bool:
         """Whether a job waits that could run now, with no turn due: a fault of ours, never of load."""
         if self._woken or not len(self.queue):

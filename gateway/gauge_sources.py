@@ -10,7 +10,7 @@ from gateway.pool import Pool
 from gateway.runtime import Runtime
 from gateway.tenants import Tenants
 from gateway.timed import unwrap
-from gateway.worker_handle import WorkerState
+from gateway.worker_handle import WorkerHandle, WorkerState
 from policies.spi import Durable, QuotaView
 
 
@@ -18,14 +18,22 @@ def model_gauges(dispatcher: Dispatcher) -> Source:
     """Queue figures of one model, and whether it stands still without a reason."""
 
     def read() -> Gauges:
-        lags = dispatcher.lags()
+        model, lags, shares = dispatcher.model.name, dispatcher.lags(), dispatcher.shares()
+        backlog = dispatcher.queue.backlog()
         tenants = [
-            TenantGauge(tenant, depth=jobs, tokens=tokens, lag=lags.get(tenant))
-            for tenant, (jobs, tokens) in dispatcher.queue.backlog().items()
+            TenantGauge(tenant, *backlog.get(tenant, (0, 0)), lags.get(tenant), shares.get(tenant, 0.0), model)
+            for tenant in {**backlog, **shares}
         ]
-        return Gauges(tenants=tenants, stalled={dispatcher.model.name: dispatcher.stalled()})
+        return Gauges(tenants=tenants, stalled={model: dispatcher.stalled()})
 
     return read
+
+
+def _up(handle: WorkerHandle) -> bool | None:
+    """A worker that drains answers. One that starts for the first time has not gone: only a restart says that."""
+    if handle.state is WorkerState.LOADING and handle.incarnation == 1:
+        return None
+    return handle.state in (WorkerState.READY, WorkerState.DRAINING)
 
 
 def worker_gauges(pools: Sequence[Pool]) -> Source:
@@ -36,7 +44,7 @@ def worker_gauges(pools: Sequence[Pool]) -> Source:
             workers=[
                 WorkerGauge(
                     handle.name,
-                    up=handle.state is WorkerState.READY,
+                    up=_up(handle),
                     running=handle.stats.running,
                     waiting=handle.stats.waiting,
                     blocks={

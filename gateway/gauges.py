@@ -26,6 +26,10 @@ class TenantGauge:
     """Prompt + max output tokens of the queued jobs."""
     lag: float | None = None
     """Its virtual time less the smallest of all backlogged tenants; None where the policy has no virtual time."""
+    share: float = 0.0
+    """Part of what the model's workers served in about the last half minute."""
+    model: str | None = None
+    """Whose queue it is; None: not said, and no figures by model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,8 @@ class WorkerGauge:
     """A worker's last report."""
 
     worker: str
-    up: bool
+    up: bool | None
+    """None: nobody expects it to answer yet, since it starts for the first time."""
     running: int = 0
     waiting: int = 0
     blocks: Mapping[str, int] = field(default_factory=dict)
@@ -63,6 +68,9 @@ class Gauges:
 
 
 Source = Callable[[], Gauges]
+
+WANTING_SHARE = 1e-3
+"""A smaller part of a model's service is what is left of long ago (it decays), not a competitor."""
 
 
 class ServiceWindow:
@@ -144,6 +152,7 @@ class GaugeCollector(Collector):
             except Exception:  # a source's bug must not blind the operator to all other figures; it is counted
                 self._failed()
         self._tenants(families, gathered)
+        self._models(families, gathered)
         for gauges in gathered:
             _workers(families, gauges.workers)
             for quota in gauges.quotas:
@@ -183,10 +192,28 @@ class GaugeCollector(Collector):
         index = jain(served.get(tenant, 0) / weights.get(tenant, 1.0) for tenant in wanting)
         families["fairness_jain"].add_metric([], index)
 
+    def _models(self, families: Mapping[str, GaugeMetricFamily], gathered: list[Gauges]) -> None:
+        """Per model: competitors are those that wait there or were served there lately, and nobody else."""
+        weights = self._weights()
+        models: dict[str, dict[str, tuple[int, float]]] = {}
+        for gauge in (gauge for gauges in gathered for gauge in gauges.tenants):
+            if gauge.model is not None and (gauge.depth or gauge.share >= WANTING_SHARE):
+                tenant, competitors = self._tenant_label(gauge.tenant), models.setdefault(gauge.model, {})
+                depth, share = competitors.get(tenant, (0, 0.0))
+                competitors[tenant] = (depth + gauge.depth, share + gauge.share)
+        for model, competitors in models.items():
+            whole = sum(weights.get(tenant, 1.0) for tenant in competitors)
+            for tenant, (depth, share) in competitors.items():
+                due = weights.get(tenant, 1.0) / whole
+                families["model_service_share"].add_metric([model, *self._labels(tenant)], share)
+                families["model_due_share"].add_metric([model, *self._labels(tenant)], due)
+                families["model_queue_depth"].add_metric([model, *self._labels(tenant)], depth)
+
 
 def _workers(families: Mapping[str, GaugeMetricFamily], workers: Iterable[WorkerGauge]) -> None:
     for gauge in workers:
-        families["worker_up"].add_metric([gauge.worker], int(gauge.up))
+        if gauge.up is not None:
+            families["worker_up"].add_metric([gauge.worker], int(gauge.up))
         families["worker_running"].add_metric([gauge.worker], gauge.running)
         families["worker_waiting"].add_metric([gauge.worker], gauge.waiting)
         for state, blocks in gauge.blocks.items():
@@ -216,9 +243,15 @@ _GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "weight": ("Configured weight.", ("tenant", "class")),
     "service_share": ("Part of the tokens charged in the last minute.", ("tenant", "class")),
     "fairness_jain": ("Jain index of tokens by weight over tenants that wanted service in the last minute.", ()),
+    "model_service_share": ("Part of the model's tokens of about the last half minute.", ("model", "tenant", "class")),
+    "model_due_share": (
+        "Its weight over the weights of all that wait or were served at the model.",
+        ("model", "tenant", "class"),
+    ),
+    "model_queue_depth": ("Jobs that wait for the model.", ("model", "tenant", "class")),
     "virtual_time_lag": ("Virtual time ahead of the least served tenant that waits.", ("tenant", "class")),
     "quota_remaining": ("What is left of a limit.", ("tenant", "class", "limit")),
-    "worker_up": ("1 when the worker answers.", ("worker",)),
+    "worker_up": ("1 when the worker answers, also while it drains; none in its first start.", ("worker",)),
     "worker_running": ("Sequences the worker runs.", ("worker",)),
     "worker_waiting": ("Sequences in the worker's own waiting line.", ("worker",)),
     "worker_kv_blocks": ("KV blocks of the worker.", ("worker", "state")),

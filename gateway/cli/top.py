@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,7 +53,8 @@ def top(
     if once:
         console.print(screen(first, width=console.width))
         return
-    _watch(console, client, first, interval)
+    with contextlib.suppress(KeyboardInterrupt):  # that is how one ends it
+        _watch(console, client, first, interval)
 
 
 def _watch(console: Console, client: AdminClient, overview: dict[str, Any], interval: float) -> None:

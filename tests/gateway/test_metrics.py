@@ -94,7 +94,7 @@ def test_random_names_leave_the_series_bounded(metrics: Metrics) -> None:
     """100,000 random tenants, models, classes, reasons and workers."""
 
     def gauges() -> Gauges:
-        return Gauges(tenants=[TenantGauge(f"t{i}", 1, 10, 0.5) for i in range(1_000)])
+        return Gauges(tenants=[TenantGauge(f"t{i}", 1, 10, 0.5, 0.001, "tiny") for i in range(1_000)])
 
     metrics.add_source(gauges)
 
@@ -159,6 +159,35 @@ def test_gauges_come_from_their_owners_at_the_scrape(metrics: Metrics) -> None:
     assert value(metrics, "stalled", model="tiny") == 0
     depth = 4
     assert value(metrics, "stalled", model="tiny") == 1
+
+
+def test_shares_by_model_count_competitors_at_that_model_only(metrics: Metrics) -> None:
+    """Over both models batch has most of all tokens; at each it has just its part, and search sees no rival there."""
+
+    def tiny() -> Gauges:
+        tenants = [TenantGauge("search", 2, 10, None, 0.8, "tiny"), TenantGauge("batch", 0, 0, None, 0.2, "tiny")]
+        return Gauges(tenants=[*tenants, TenantGauge("gone", 0, 0, None, 1e-9, "tiny")])
+
+    def large() -> Gauges:
+        return Gauges(tenants=[TenantGauge("batch", 3, 10, None, 1.0, "large")])
+
+    metrics.add_source(tiny)
+    metrics.add_source(large)
+
+    def of(name: str, model: str, tenant: str) -> float | None:
+        return value(metrics, name, model=model, tenant=tenant, class_="interactive")
+
+    assert [of("model_due_share", "tiny", tenant) for tenant in ("search", "batch")] == [0.8, 0.2]
+    assert [of("model_service_share", "tiny", tenant) for tenant in ("search", "batch")] == [0.8, 0.2]
+    assert (of("model_due_share", "large", "batch"), of("model_queue_depth", "large", "batch")) == (1.0, 3)
+    assert of("model_due_share", "large", "search") is None
+    assert value(metrics, "model_due_share", model="tiny", tenant="other", class_="other") is None
+
+
+def test_who_is_not_expected_to_answer_yet_has_no_series(metrics: Metrics) -> None:
+    metrics.add_source(lambda: Gauges(workers=[WorkerGauge("starts", None), WorkerGauge("gone", False)]))
+    assert value(metrics, "worker_up", worker="starts") is None
+    assert value(metrics, "worker_up", worker="gone") == 0
 
 
 def test_a_failing_source_hides_only_itself(metrics: Metrics) -> None:

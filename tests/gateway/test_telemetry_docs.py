@@ -157,7 +157,7 @@ def test_gateway_metrics() -> None:
     metrics.fault("routing")
     metrics.stale_dispatch("w")
     gauges = Gauges(
-        [TenantGauge("search", 1, 1, 1.0)],
+        [TenantGauge("search", 1, 1, 1.0, 0.5, "tiny")],
         [WorkerGauge("w", True, 1, 1, {"free": 1})],
         [QuotaGauge("search", "tokens", 1.0)],
         {"tiny": False},
