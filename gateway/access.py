@@ -71,10 +71,10 @@ def check_features(used: Iterable[str], grants: Iterable[Grant]) -> None:
                 )
 
 
-def model_refused(model: str, grants: Iterable[Grant]) -> ApiError | None:
-    """403 where one of ``grants`` does not have ``model``."""
+def model_refused(model: str, grants: Iterable[Grant], *aliases: str) -> ApiError | None:
+    """403 where one of ``grants`` does not have ``model``, by that or another of its names."""
     for grant in grants:
-        if not grant.may_use(model):
+        if not any(map(grant.may_use, (model, *aliases))):
             return forbidden(f"{grant.whose} may not use the model {model!r}.", code="model_not_allowed", param="model")
     return None
 

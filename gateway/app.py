@@ -9,7 +9,7 @@ Rules
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -49,8 +49,9 @@ Answer = Callable[[Request, EffectiveTenant], Response]
 
 def public_app(gateway: Gateway) -> ASGIApp:
     """The ASGI application of the public listener."""
+    posted = {endpoint.route: _Posted(gateway, endpoint) for endpoint in ENDPOINTS}
     routes = [
-        *(Route(endpoint.route, _Posted(gateway, endpoint), methods=["POST"]) for endpoint in ENDPOINTS),
+        *(Route(route, endpoint, methods=["POST"]) for route, endpoint in posted.items()),
         Route("/v1/models", _for_tenant(gateway, _models(gateway)), methods=["GET"]),
         Route("/v1/models/{model:path}", _for_tenant(gateway, _model(gateway)), methods=["GET"]),
         Route("/openapi.json", _described(), methods=["GET"]),
@@ -60,7 +61,7 @@ def public_app(gateway: Gateway) -> ASGIApp:
     ]
     app = Starlette(routes=routes, exception_handlers=exception_handlers())
     app.router.redirect_slashes = False
-    return guard(app, max_body_bytes=gateway.settings.listen.max_body_bytes)
+    return guard(_Posts(posted, app), max_body_bytes=gateway.settings.listen.max_body_bytes)
 
 
 class _Posted:
@@ -72,6 +73,22 @@ class _Posted:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._gateway.parts.pipeline.run(self._endpoint, scope, receive, send)
+
+
+class _Posts:
+    """What is POSTed goes straight to its endpoint, all else through the routes (405 for its other methods, too).
+
+    Most requests are such; a router and its exception handlers cost about what the queue costs.
+    """
+
+    def __init__(self, endpoints: Mapping[str, ASGIApp], routes: ASGIApp) -> None:
+        self._endpoints = endpoints
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        posted = scope["type"] == "http" and scope["method"] == "POST"
+        app = self._endpoints.get(scope["path"], self._routes) if posted else self._routes
+        await app(scope, receive, send)
 
 
 def _for_tenant(gateway: Gateway, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
@@ -95,15 +112,18 @@ def _for_tenant(gateway: Gateway, answer: Answer) -> Callable[[Request], Awaitab
 
 def _models(gateway: Gateway) -> Answer:
     def answer(_: Request, tenant: EffectiveTenant) -> Response:
-        visible = gateway.parts.models.visible(tenant)
-        return JSONResponse({"object": "list", "data": [model.describe() for model in visible]})
+        return JSONResponse({"object": "list", "data": gateway.parts.models.described(tenant)})
 
     return answer
 
 
 def _model(gateway: Gateway) -> Answer:
     def answer(request: Request, tenant: EffectiveTenant) -> Response:
-        return JSONResponse(gateway.parts.models.get(request.path_params["model"], tenant).describe())
+        models, name = gateway.parts.models, request.path_params["model"]
+        adapter = models.adapters.find(name)
+        if adapter is None or adapter.name not in {entry["id"] for entry in models.described(tenant)}:
+            return JSONResponse(models.get(name, tenant).describe())
+        return JSONResponse(adapter.describe(models.handle(adapter.model).max_context))
 
     return answer
 

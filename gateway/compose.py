@@ -17,6 +17,7 @@ from typing import cast
 
 import pluggy
 
+from gateway.adapters import Adapters
 from gateway.config_file import SOURCELESS
 from gateway.delivery import Delivery
 from gateway.device_time import DeviceBook
@@ -118,7 +119,8 @@ def build(
         tenants = Tenants(settings, Epochs(state and state / EPOCHS))
         public_prefixes = PublicPrefixes(state and state / PUBLIC_PREFIXES)
         labelled = [with_labels(model, registry) for model in settings.models]
-        models = Models(labelled)
+        adapters = Adapters(labelled)
+        models = Models(labelled, adapters)
         dispatchers = {
             model.name: Dispatcher(
                 models.handle(model.name),
@@ -134,7 +136,7 @@ def build(
         }
         runtime.attach(dispatchers)
         pools = [
-            _pool(model, config, dispatchers[model.name], registry, settings, telemetry, base_dir, env)
+            _pool(model, config, dispatchers[model.name], adapters, registry, settings, telemetry, base_dir, env)
             for model in labelled
             for config in model.pools
         ]
@@ -203,6 +205,7 @@ def _pool(
     model: Model,
     config: PoolConfig,
     dispatcher: Dispatcher,
+    adapters: Adapters,
     registry: Registry,
     settings: Settings,
     telemetry: Telemetry,
@@ -218,7 +221,7 @@ def _pool(
         model.source or "",
         config,
         _launcher(config, registry, env, base_dir),
-        dispatcher,
+        adapters.listening(dispatcher),
         options=SlotOptions(step_stall_s=settings.timeouts.step_stall_s),
         tokenizer_sha256=lambda: handle.files.tokenizer_sha256 if handle.files is not None else None,
         base_dir=str(base_dir),

@@ -13,10 +13,12 @@ from typing import Any
 
 from gateway.placement import demand, unmet, with_labels
 from gateway.settings import Model, ServiceClass, Settings, TenantDefaults
+from gateway.settings_adapters import could_be, known
 from gateway.yaml_source import Mistake
 from gateway.yaml_source import Path as Place
 from policies.registry import Registry
 from policies.spi import PolicyConfigError
+from workers.adapters import AdapterError, folder_of
 from workers.config import EngineConfig, kv_bytes_per_token
 from workers.model_store import ModelStoreError, find
 
@@ -40,6 +42,12 @@ def on_disk(settings: Settings, base_dir: Path) -> list[Mistake]:
         except ModelStoreError as error:
             found.append(Mistake(("models", i, "source"), str(error)))
             continue
+        for j, pool in enumerate(model.pools):
+            for k, adapter in enumerate(pool.engine.adapters):
+                try:
+                    folder_of(adapter.source, base_dir)
+                except AdapterError as error:
+                    found.append(Mistake(("models", i, "pools", j, "engine", "adapters", k, "source"), str(error)))
         if files is None:  # bundled, and not fetched yet
             continue
         for j, pool in enumerate(model.pools):
@@ -57,22 +65,41 @@ def tenants(settings: Settings) -> Iterator[tuple[Place, TenantDefaults]]:
 
 
 def _names(settings: Settings) -> Iterator[Mistake]:
-    models = [model.name for model in settings.models]
+    models = sorted(known(settings.models))
     for place, tenant in tenants(settings):
-        yield from _unknown((*place, "models"), tenant.models, models, "model")
+        yield from _adapters(place, tenant, settings.models)
+        yield from _unknown((*place, "models"), tenant.models, models, "model", settings.models)
         yield from _unknown((*place, "classes"), tenant.classes or (), settings.classes, "class")
         for kind, entries in (("groups", tenant.groups), ("users", tenant.users)):
             for name, narrowed in entries.items():
                 here = (*place, kind, name)
-                yield from _unknown((*here, "models"), narrowed.models or (), models, "model")
+                yield from _unknown((*here, "models"), narrowed.models or (), models, "model", settings.models)
                 yield from _unknown((*here, "classes"), narrowed.classes or (), settings.classes, "class")
 
 
-def _unknown(place: Place, names: Iterable[str], known: Iterable[str], what: str) -> Iterator[Mistake]:
-    listed = list(known)
+def _unknown(
+    place: Place, names: Iterable[str], there: Iterable[str], what: str, among: Iterable[Model] = ()
+) -> Iterator[Mistake]:
+    listed = list(there)
     for k, name in enumerate(names):
+        if what == "model" and could_be(name, among):
+            continue
         if name not in listed and not (what == "model" and _GLOB & set(name)):
             yield Mistake((*place, k), f"there is no {what} {name!r} (known: {', '.join(listed)})")
+
+
+def _adapters(place: Place, tenant: TenantDefaults, models: Iterable[Model]) -> Iterator[Mistake]:
+    """Adapters of a tenant's requests: of a model that is there, and known, or loaded later."""
+    named = {model.name: model for model in models}
+    for name, adapter in tenant.adapters.items():
+        here = (*place, "adapters", name)
+        if name not in named:
+            yield Mistake(here, f"there is no model {name!r} (known: {', '.join(named)})")
+        elif f"{name}:{adapter}" not in known([named[name]]) and not could_be(f"{name}:{adapter}", [named[name]]):
+            yield Mistake(
+                here,
+                f"the model {name!r} has no adapter {adapter!r}, and none can be loaded: see engine.adapter_memory",
+            )
 
 
 def _placement(settings: Settings, registry: Registry) -> Iterator[Mistake]:

@@ -48,6 +48,22 @@ class Entrance:
         self._gatekeeper = gatekeeper
         self._dispatchers = dispatchers
 
+    def choose(self, visit: Visit, name: str) -> None:
+        """Find the model, and the adapter that it runs with, for what the caller asks for. Raises ApiError 403, 404."""
+        assert visit.tenant is not None
+        visit.model, visit.adapter = self._models.choose(name, visit.tenant)
+        if visit.adapter is not None:
+            self._models.adapters.take(visit.adapter)
+            visit.taken.append(visit.adapter)
+        visit.trace.tag(
+            attributes.root(model=visit.model.name, adapter=visit.adapter.name if visit.adapter is not None else None)
+        )
+
+    def leave(self, visit: Visit) -> None:
+        """The request is over."""
+        while visit.taken:
+            self._models.adapters.give_back(visit.taken.pop())
+
     async def admitted(self, visit: Visit) -> Prepared:
         """The request as it may join the queue of ``job.model``. Raises ApiError 400, 429, 503."""
         prepared = visit.prepared = await self._prepared(visit)
@@ -77,6 +93,7 @@ class Entrance:
                 principal=visit.principal,
                 tenant=visit.tenant,
                 model=visit.model,
+                adapter=visit.adapter,
                 scope=scope,
                 job_id=JobId(secrets.token_hex(12)),
                 now=visit.arrived,
@@ -105,20 +122,19 @@ class Entrance:
 
     async def _at(self, visit: Visit, name: str | None, refused: Prepared) -> tuple[Prepared, AdmissionDecision] | None:
         """What the model ``name`` says to the request, or None where it does not take it."""
-        own = visit.model
+        own = visit.model, visit.adapter
         if name is None or name == refused.job.model or visit.tenant is None:
             return None
         try:
-            visit.model = self._models.get(name, visit.tenant)
+            self.choose(visit, name)
             prepared = await self._prepared(visit)
             decision = self._ask(visit, prepared)
         except ApiError:  # not for this tenant, not loaded, or too long for it
             decision = None
         if decision is not None and decision.admitted and self._dispatchers[name].ready_for(prepared.job):
-            visit.trace.tag(attributes.root(model=name))
             return replace(prepared, notes={**prepared.notes, FALLBACK: name}), decision
-        visit.model = own
-        visit.trace.tag(attributes.root(job_id=refused.job.id))
+        visit.model, visit.adapter = own
+        visit.trace.tag(attributes.root(job_id=refused.job.id, model=refused.job.model, adapter=refused.job.adapter))
         return None
 
 

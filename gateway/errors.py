@@ -83,6 +83,17 @@ def model_not_found(model: str) -> ApiError:
     )
 
 
+def adapter_not_found(adapter: str, model: str) -> ApiError:
+    """404: what the operator set for this tenant is not loaded (any more)."""
+    return ApiError(
+        404,
+        f"The adapter {adapter[:128]!r}, with which your requests to the model {model[:128]!r} run, is not loaded.",
+        type="invalid_request_error",
+        code="adapter_not_found",
+        param="model",
+    )
+
+
 def too_large(limit: int) -> ApiError:
     """413 before anything is parsed."""
     return ApiError(

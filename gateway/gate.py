@@ -19,7 +19,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -154,7 +154,7 @@ class Room:
 
     def matches(self, job: Job, choices: int = 1) -> bool:
         """Whether its pool carries the labels that the job needs and takes its class, and its context holds it."""
-        return takes(self.reported.labels, self.reported.classes, job) and holds(self.longest, job, choices)
+        return takes(self.reported, job) and holds(self.longest, job, choices)
 
     def fits(self, job: Job, choices: int, *, suspect: bool) -> bool:
         """May ``job`` go there now?"""
@@ -234,10 +234,13 @@ def fill(
     return False
 
 
-def takes(labels: Mapping[str, str], classes: Collection[str], job: Job) -> bool:
-    """Whether a pool with these labels, kept for these classes (none: all), may run the job."""
-    if classes and job.service_class not in classes:
+def takes(worker: WorkerView | WorkerHandle, job: Job) -> bool:
+    """Whether the worker has the job's adapter, and its pool the labels; a pool may be kept for some classes."""
+    if worker.classes and job.service_class not in worker.classes:
         return False
+    if job.adapter is not None and job.adapter_digest not in worker.adapters:
+        return False
+    labels = worker.labels
     if labels.get(EXTERNAL) == "true" and not job.allow_external:
         return False
     return all(labels.get(key) == value for key, value in job.requires.items())
@@ -246,7 +249,7 @@ def takes(labels: Mapping[str, str], classes: Collection[str], job: Job) -> bool
 def suits(worker: WorkerHandle, job: Job, choices: int | None = None) -> bool:
     """Whether the worker may run the job: its pool does, and its context holds it where ``choices`` says how often."""
     longest = worker.hello.longest if choices is not None and worker.hello is not None else None
-    return takes(worker.labels, worker.classes, job) and holds(longest, job, choices or 1)
+    return takes(worker, job) and holds(longest, job, choices or 1)
 
 
 def holds(longest: int | None, job: Job, choices: int) -> bool:

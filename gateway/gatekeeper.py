@@ -7,9 +7,8 @@ Rules
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.types import Scope
 
@@ -19,10 +18,12 @@ from gateway.errors import ApiError, bad_request, no_worker, shed, throttled, un
 from gateway.http.middleware import request_id
 from gateway.monitor import Monitor
 from gateway.runtime import PolicySet
+from gateway.within import within
 from policies.spi import AuthError, PolicyUnavailableError
 from policies.types import AdmissionDecision, AuthRequest, Job, Principal, QuotaDecision
 
 _log = log.get("policies")
+T = TypeVar("T")
 
 
 class Gatekeeper:
@@ -38,12 +39,11 @@ class Gatekeeper:
         """The verified caller. Raises ApiError 401, 503."""
         client = scope.get("client")
         request = AuthRequest(joined_headers(scope), client[0] if client else None)
-        async with self._budget("auth", policies.uses["auth"].use):
-            try:
-                return await policies.auth.authenticate(request)
-            except AuthError as error:
-                _log.info("unauthenticated", request_id=request_id(scope), why=str(error))
-                raise unauthenticated() from None
+        try:
+            return await self._within("auth", policies.uses["auth"].use, policies.auth.authenticate(request))
+        except AuthError as error:
+            _log.info("unauthenticated", request_id=request_id(scope), why=str(error))
+            raise unauthenticated() from None
 
     def admission(self, job: Job, policies: PolicySet, dispatcher: Dispatcher) -> AdmissionDecision:
         """What admission says. Raises ApiError 503."""
@@ -54,18 +54,19 @@ class Gatekeeper:
 
     async def reserve(self, job: Job, policies: PolicySet) -> QuotaDecision:
         """What quota says; an admitted job holds a reservation. Raises ApiError 503."""
-        async with self._budget("quota", policies.uses["quota"].use):
-            decision = await policies.quota.reserve(job, self._clock())
+        asked = policies.quota.reserve(job, self._clock())
+        decision = await self._within("quota", policies.uses["quota"].use, asked)
         self._monitor.quota(job, decision)
         return decision
 
-    @contextlib.asynccontextmanager
-    async def _budget(self, kind: str, name: str) -> AsyncIterator[None]:
+    async def _within(self, kind: str, name: str, asked: Coroutine[Any, Any, T]) -> T:
+        """What a policy answers within its budget. Raises AuthError, which is an answer, and ApiError 503."""
         try:
-            async with asyncio.timeout(self.budget_s):
-                yield
-        except ApiError:
-            raise
+            return await within(self.budget_s, asked)
+        except AuthError as error:
+            if kind == "auth":
+                raise
+            raise self._closed(kind, name, error, 1.0) from error
         except PolicyUnavailableError as error:
             raise self._closed(kind, name, error, error.retry_after_s) from None
         except Exception as error:

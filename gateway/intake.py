@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec.structs import replace as with_fields
 
 from gateway import toolprompt
+from gateway.adapters import Adapter
 from gateway.choices import ChoiceStream, Decoder
 from gateway.errors import bad_request
 from gateway.grammar_check import GrammarCheck, GrammarRefusedError
@@ -219,6 +220,7 @@ class Intake:
         principal: Principal,
         tenant: EffectiveTenant,
         model: ServedModel,
+        adapter: Adapter | None = None,
         scope: CacheScope,
         job_id: JobId,
         now: float,
@@ -234,9 +236,10 @@ class Intake:
             )
         tokenizer = model.tokenizer
         context = Context.of(model, tenant)
-        tokens, keys, public = await self._encoded(request, tokenizer, model, scope, context)
+        digest = adapter.digest if adapter is not None else None
+        tokens, keys, public = await self._encoded(request, tokenizer, model, digest, scope, context)
         _check_ids(request, tokenizer.vocab_size)
-        job = make_job(principal, tenant, model.name, job_id, now, headers)
+        job = make_job(principal, tenant, model.name, job_id, now, headers, adapter)
         room = most_output(job.accounts, len(tokens), job.price)
         max_tokens, limited_by = output_budget(request, len(tokens), context, tenant, model, room)
         _check_min_tokens(request, max_tokens)
@@ -257,6 +260,7 @@ class Intake:
             scope=scope.key,
             labels=self._labels.of_request(principal, request.metadata),
             public_prefix_tokens=public,
+            adapter=digest,
             tenant_key=self.tenant_keys.key(tenant.id),
             weight=tenant.weight,
             grammar=await self._grammar(request, model, tenant),
@@ -264,7 +268,13 @@ class Intake:
         return Prepared(job, generate, request, tokenizer, limited_by)
 
     async def _encoded(
-        self, request: AnyRequest, tokenizer: TextTokenizer, model: ServedModel, scope: CacheScope, context: Context
+        self,
+        request: AnyRequest,
+        tokenizer: TextTokenizer,
+        model: ServedModel,
+        adapter: str | None,
+        scope: CacheScope,
+        context: Context,
     ) -> tuple[list[int], tuple[PrefixKey, ...], int]:
         chars, messages, encode = _reader(request, tokenizer)
         context.refuse_text(chars, request.content_param)
@@ -276,7 +286,7 @@ class Intake:
             if len(tokens) >= context.tokens:  # refused below: no keys are needed
                 return tokens, (), 0
             public = self._public.match(model.name, tokens) if scope.public else 0
-            keys = chain_keys(scope.key, revision, None, tokens, block_size, public_tokens=public)
+            keys = chain_keys(scope.key, revision, adapter, tokens, block_size, public_tokens=public)
             return tokens, tuple(PrefixKey(key) for key in keys), public
 
         try:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gateway.access import class_refused
+from gateway.adapters import Adapter
 from gateway.placement import contradicted, demand, not_placed
 from gateway.settings import ServiceClass
 from gateway.tenants import EffectiveTenant
-from policies.types import Job, JobId, Principal
+from policies.types import Job, JobId, Principal, TokenPrice
 
 
 def make_job(
@@ -22,6 +23,7 @@ def make_job(
     job_id: JobId,
     now: float,
     headers: Mapping[str, str] | None = None,
+    adapter: Adapter | None = None,
 ) -> Job:
     """The job of a request as far as it does not depend on its body: no tokens.
 
@@ -50,10 +52,18 @@ def make_job(
         allow_external=wanted.allow_external,
         limits=tenant.limits,
         accounts=tenant.accounts(principal),
-        price=tenant.prices.get(model),
+        adapter=adapter.name if adapter is not None else None,
+        adapter_digest=adapter.digest if adapter is not None else None,
+        price=_price(tenant, model, adapter),
         organisation=tenant.organisation.name if tenant.organisation is not None else None,
         cost_centre=tenant.cost_centre,
     )
+
+
+def _price(tenant: EffectiveTenant, model: str, adapter: Adapter | None) -> TokenPrice | None:
+    """The adapter's own, by either of its names, or the model's."""
+    names = (*adapter.names, model) if adapter is not None else (model,)
+    return next((tenant.prices[name] for name in names if name in tenant.prices), None)
 
 
 def _service_class(tenant: EffectiveTenant, headers: Mapping[str, str]) -> tuple[str, ServiceClass]:

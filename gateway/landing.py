@@ -26,7 +26,7 @@ from workers.protocol import SequenceOutput, StepOutputs
 
 _log = log.get("dispatch")
 
-REFUSED = frozenset({"overloaded", "draining", "cancelled"})
+REFUSED = frozenset({"overloaded", "draining", "cancelled", "adapter"})
 """Ends by which a worker hands a request back that nobody had cancelled."""
 FAILED = frozenset({"internal", "upstream_failed", "upstream_timeout"})
 """Ends that are the worker's fault: another attempt may fare better."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import structlog
+from structlog.typing import FilteringBoundLogger
 
 from gateway.errors import Outcome
 from policies.types import Usage
@@ -40,6 +40,7 @@ class RequestSummary:
     service_class: str | None = None
     model: str | None = None
     """As configured; None when the request named no known one."""
+    adapter: str | None = None
     worker: str | None = None
     stream: bool = False
     usage: Usage = field(default_factory=Usage)
@@ -49,7 +50,7 @@ class RequestSummary:
     preemptions: int = 0
 
 
-def log_request(logger: structlog.stdlib.BoundLogger, summary: RequestSummary, ratio: float = 1.0) -> None:
+def log_request(logger: FilteringBoundLogger, summary: RequestSummary, ratio: float = 1.0) -> None:
     """Write the line: ``info``, or ``warning`` for outcomes that an operator should look at.
 
     ``ratio``: of the requests that went as they should, so many get a line, which then says so (``sampled``).
@@ -68,6 +69,7 @@ def log_request(logger: structlog.stdlib.BoundLogger, summary: RequestSummary, r
         "tenant": summary.tenant,
         "class": summary.service_class,
         "model": summary.model,
+        "adapter": summary.adapter,
         "worker": summary.worker,
         "stream": summary.stream,
         "prompt_tokens": summary.usage.prompt + summary.usage.cached,

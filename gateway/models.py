@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from gateway.access import model_refused
-from gateway.errors import model_not_found, unavailable
+from gateway.adapters import Adapter, Adapters
+from gateway.errors import adapter_not_found, model_not_found, unavailable
 from gateway.settings import Model
 from gateway.tenants import EffectiveTenant
 from workers.protocol import Hello
@@ -137,7 +138,9 @@ class ModelHandle:
 class Models:
     """All models by name."""
 
-    def __init__(self, configs: Iterable[Model]) -> None:
+    def __init__(self, configs: Iterable[Model], adapters: Adapters | None = None) -> None:
+        configs = list(configs)
+        self.adapters = adapters or Adapters(configs)
         self._handles: Mapping[str, ModelHandle] = {config.name: ModelHandle(config) for config in configs}
 
     def __iter__(self) -> Iterator[ModelHandle]:
@@ -155,6 +158,30 @@ class Models:
             raise refusal
         return handle
 
+    def choose(self, name: str, tenant: EffectiveTenant) -> tuple[ModelHandle, Adapter | None]:
+        """The model behind ``name``, and its adapter: the one that ``name`` is, or that this tenant's requests to the
+        model use. Raises ApiError as ``get``; 404 for an adapter that is gone, 503 for one that is still being loaded.
+        """
+        if name in self._handles:
+            handle, own = self.get(name, tenant), tenant.adapters.get(name)
+            if own is None:
+                return handle, None
+            adapter = self.adapters.find(own, name)
+            if adapter is None:
+                raise adapter_not_found(own, name)
+        else:
+            adapter = self.adapters.find(name)
+            if adapter is None or not any(map(tenant.may_use, adapter.names)):
+                raise model_not_found(name)
+            if (refusal := model_refused(adapter.name, tenant.grants, adapter.qualified)) is not None:
+                raise refusal
+            handle = self._handles[adapter.model]
+        if adapter.digest is None:
+            raise unavailable(
+                f"The adapter {adapter.name!r} is still being loaded.", "model_loading", retry_after_s=2.0
+            )
+        return handle, adapter
+
     def handle(self, name: str) -> ModelHandle:
         """The model by a name the gateway itself knows. Raises KeyError."""
         return self._handles[name]
@@ -165,6 +192,19 @@ class Models:
             handle
             for handle in self._handles.values()
             if tenant.may_use(handle.name) and model_refused(handle.name, tenant.grants) is None
+        ]
+
+    def described(self, tenant: EffectiveTenant) -> list[dict[str, Any]]:
+        """``/v1/models``: the models that ``tenant`` may use, and their adapters."""
+        adapters = [
+            adapter
+            for adapter in self.adapters
+            if any(map(tenant.may_use, adapter.names))
+            and model_refused(adapter.name, tenant.grants, adapter.qualified) is None
+        ]
+        return [
+            *(handle.describe() for handle in self.visible(tenant)),
+            *(adapter.describe(self._handles[adapter.model].max_context) for adapter in adapters),
         ]
 
 

@@ -51,6 +51,7 @@ from gateway.settings import Timeouts
 from gateway.tenants import Tenants
 from gateway.ticket import Ticket
 from gateway.visit import Endpoint, Errand, Reply, Visit
+from gateway.within import within
 from policies.spi import QuotaPolicy
 from policies.types import Job, JobId, Principal, QuotaDecision, Transition, Usage
 
@@ -193,7 +194,8 @@ class Pipeline:
         assert visit.tenant is not None
         assert visit.principal is not None
         request = await parse(endpoint.parse, body)
-        model = visit.model = self._models.get(request.model, visit.tenant)
+        visit.model, _ = self._models.choose(request.model, visit.tenant)
+        model = visit.model
         job_id = JobId(secrets.token_hex(12))
         job = visit.errand = make_job(visit.principal, visit.tenant, model.name, job_id, visit.arrived)
         visit.decision = await self._reserved(visit, job)
@@ -208,8 +210,8 @@ class Pipeline:
         assert visit.tenant is not None
         request = visit.request = await parse(endpoint.parse, body)
         check_features(request.features(), visit.tenant.grants)
-        visit.model = self._models.get(request.model, visit.tenant)
-        visit.trace.tag(attributes.root(model=visit.model.name, stream=request.stream))
+        self._entrance.choose(visit, request.model)
+        visit.trace.tag(attributes.root(stream=request.stream))
         prepared = await self._entrance.admitted(visit)
         visit.decision = await self._reserved(visit, prepared.job)
         dispatcher = self._dispatchers[prepared.job.model]
@@ -229,8 +231,7 @@ class Pipeline:
 
     async def _body(self, visit: Visit) -> bytes:
         try:
-            async with asyncio.timeout(BODY_S):
-                return await read_body(visit.receive, self._max_body_bytes)
+            return await within(BODY_S, read_body(visit.receive, self._max_body_bytes))
         except TimeoutError:
             raise bad_request(
                 f"The body did not arrive within {BODY_S:.0f} seconds.", code="body_timeout", status=408
@@ -325,8 +326,8 @@ class Pipeline:
         usage = ticket.usage if ticket is not None else Usage()
         with visit.span("quota settle") as span:
             try:
-                async with asyncio.timeout(self._timeouts.policy_s):
-                    figures = await self._runtime.settle(visit.policies.quota, job.id, usage, self._clock())
+                settling = self._runtime.settle(visit.policies.quota, job.id, usage, self._clock())
+                figures = await within(self._timeouts.policy_s, settling)
                 span.set(attributes.settled(usage, cast("int | None", figures.get("refunded"))))
             except Exception as error:
                 span.fail("settle_failed")
@@ -341,6 +342,7 @@ class Pipeline:
                 await self._settle(visit)
             except asyncio.CancelledError as error:
                 cancelled = error
+        self._entrance.leave(visit)
         if visit.recording is not None:
             self.replays.close(visit.recording, good=visit.outcome == "ok" and visit.reply.ended)
         if visit.ticket is not None and visit.tenant is not None:
@@ -356,7 +358,7 @@ class Pipeline:
         prepared = ticket.prepared
         return endpoint.format(
             job_id=prepared.job.id,
-            model=visit.model.name,
+            model=visit.model.name if visit.adapter is None else visit.adapter.name,
             created=visit.created,
             revision=visit.model.revision,
             logprobs=prepared.request.params.logprobs,

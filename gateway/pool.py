@@ -208,6 +208,7 @@ def _describe(slot: WorkerSlot, now: float) -> dict[str, Any]:
         "waiting": stats.waiting,
         "preemptions": stats.preemptions,
         "kv_blocks": {"free": stats.free_blocks, "cached": stats.cached_blocks, "used": stats.used_blocks},
+        "adapters": sorted(handle.adapters.held),
         "stale_s": round(handle.stale_s(now), 3),
         "stale": handle.is_stale(now),
     }

@@ -124,7 +124,7 @@ class PoolRoles:
             and _offers(worker, ticket)
             and worker.state is WorkerState.READY
             and not worker.breaker.is_open
-            and takes(worker.labels, worker.classes, ticket.job)
+            and takes(worker, ticket.job)
         ]
 
     def _tried(self, ticket: Ticket) -> set[str]:

@@ -142,6 +142,7 @@ class Reporter:
             tenant=tenant.id if tenant is not None else None,
             service_class=_class(visit),
             model=visit.model.name if visit.model is not None else None,
+            adapter=visit.adapter.name if visit.adapter is not None else None,
             stream=visit.request.stream if visit.request is not None else False,
         )
         if ticket is None:

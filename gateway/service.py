@@ -221,6 +221,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        await self.parts.models.adapters.close()
         await asyncio.gather(*(pool.stop() for pool in self.parts.pools))
         await self.parts.pipeline.wait_settled()
         if self._started:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from gateway.settings_access import ClassPrivacy, Feature, Narrowed
+from gateway.settings_adapters import clashes, could_be, known
 from gateway.settings_base import Mistake, Path, Section, refuse
 from gateway.settings_quota import KeyLimits, LimitsConfig, Organisation, Prices, SharedLimits, unknown_models
 from gateway.settings_tls import LaunchTls, Tls
@@ -128,6 +129,8 @@ class TenantDefaults(Section):
     weight: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
     class_: str = Field("interactive", alias="class")
     models: tuple[str, ...] = ("*",)
+    adapters: dict[str, str] = Field(default_factory=dict)
+    """Model → the LoRA adapter that its requests to this model run with."""
     classes: tuple[str, ...] | None = None
     """Classes that its requests may run in; None: its own and lower ones."""
     features: tuple[Feature, ...] | None = None
@@ -324,6 +327,7 @@ class Settings(Section):
         for i, model in enumerate(models):
             pools = _duplicates([pool.name for pool in model.pools], "name", "pool name")
             mistakes.extend(((i, "pools", *path), message) for path, message in (*pools, *_roles(model.pools)))
+        mistakes.extend(clashes(models))
         refuse(mistakes)
         return models
 
@@ -349,7 +353,8 @@ class Settings(Section):
             if name not in self.classes:
                 mistakes.append((path, f"unknown class {name!r} (known: {', '.join(sorted(self.classes)) or 'none'})"))
         mistakes.extend(self._organisations())
-        mistakes.extend(unknown_models(self.prices, frozenset(model.name for model in self.models)))
+        priced = [name for name in self.prices.models if could_be(name, self.models)]
+        mistakes.extend(unknown_models(self.prices, known(self.models) | frozenset(priced)))
         if self.listen.port == self.admin.port != 0 and self.listen.host == self.admin.host:
             mistakes.append((("admin", "port"), f"{self.admin.port} is the public port; the admin API needs its own"))
         return mistakes

@@ -38,7 +38,9 @@ class EffectiveTenant:
     classes: Mapping[str, ServiceClass] = field(default_factory=dict)
     """All service classes by name: a request may lower its own class to one of them."""
     models: tuple[str, ...] = ("*",)
-    """Names or shell patterns (``smol*``) of the models it may use."""
+    """Names or shell patterns (``smol*``) of the models and adapters it may use."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Model → the adapter that its requests to it run with."""
     limits: Limits = field(default_factory=Limits)
     user_limits: Limits = field(default_factory=Limits)
     """Of each of its users."""
@@ -208,6 +210,7 @@ class Tenants:
             service_class=config.class_,
             classes=self._classes,
             models=config.models,
+            adapters=dict(config.adapters),
             limits=config.limits.to_limits(),
             user_limits=config.user_limits.to_limits(),
             key_limits=config.key_limits.to_limits(),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from gateway.adapters import Adapter
 from gateway.errors import ApiError, Outcome
 from gateway.http.openai import Format
 from gateway.http.schemas import ChatRequest, CompletionRequest
@@ -113,6 +113,27 @@ class Reply:
         await self.end(body)
 
 
+class Passage:
+    """Around a block: a station's span (``Visit.span``)."""
+
+    __slots__ = ("_span", "_station", "_trace")
+
+    def __init__(self, trace: RequestTrace, station: Station) -> None:
+        self._trace = trace
+        self._station: Station = station
+
+    def __enter__(self) -> Span:
+        self._span = self._trace.begin(self._station)
+        return self._span
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, ApiError):
+            self._span.fail(error.reason or error.outcome)
+        elif isinstance(error, Exception):
+            self._span.fail("internal")
+        self._span.end()
+
+
 @dataclass(slots=True, eq=False)
 class Visit:
     """One request from its headers to its settlement."""
@@ -131,6 +152,10 @@ class Visit:
     tenant: EffectiveTenant | None = None
     request: AnyRequest | None = None
     model: ModelHandle | None = None
+    adapter: Adapter | None = None
+    """What the model runs with."""
+    taken: list[Adapter] = field(default_factory=list)
+    """Adapters to give back at the end: its own, and a fallback's."""
     prepared: Prepared | None = None
     errand: Job | None = None
     """The job of a request that needs no worker."""
@@ -150,20 +175,9 @@ class Visit:
     outcome: Outcome = "error"
     reason: str | None = None
 
-    @contextlib.contextmanager
-    def span(self, station: Station) -> Iterator[Span]:
+    def span(self, station: Station) -> Passage:
         """A station's span around a block; what ends the block early is its error."""
-        span = self.trace.begin(station)
-        try:
-            yield span
-        except ApiError as error:
-            span.fail(error.reason or error.outcome)
-            raise
-        except Exception:
-            span.fail("internal")
-            raise
-        finally:
-            span.end()
+        return Passage(self.trace, station)
 
     def headers(self, now: float) -> dict[str, str]:
         """Of any answer to it: rate limits, and what was lessened."""

@@ -6,8 +6,7 @@ Rules
 - Lives on the event loop; nothing here blocks or awaits except ``purge``.
 - In flight from ``send(Generate)`` until the worker reported the end of every choice (also after a cancel: the worker's
   slot is busy until it says so) or was lost.
-- Figures of ``view`` are the worker's last report plus what was sent since; their age is in ``stale_s``. Stale figures
-  are flagged, never hidden.
+- Figures of ``view`` are the worker's last report plus what was sent since. Stale ones are flagged (``stale_s``).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Protocol
 from msgspec.structs import replace as with_fields
 
 from gateway.breaker import Breaker
+from gateway.worker_adapters import WorkerAdapters
 from policies.types import PrefixKey, WorkerView
 from workers.protocol import Down, Drain, Generate, Hello, Purge, Purged, SequenceOutput, StepOutputs, WorkerStats
 from workers.rpc import LinkError
@@ -176,6 +176,7 @@ class WorkerHandle:
         self._hot: frozenset[PrefixKey] = frozenset()
         self._hot_source: list[bytes] = []
         self._purges: dict[str, tuple[asyncio.Future[Purged], Callable[[Purged], None] | None]] = {}
+        self.adapters = WorkerAdapters(self.send)
 
     # -- for the dispatcher ---------------------------------------------------------------------------------------
 
@@ -229,6 +230,7 @@ class WorkerHandle:
             total_blocks=hello.blocks if hello else 0,
             block_size=self._block_size,
             hot_prefixes=self._hot,
+            adapters=self.adapters.held,
             stale_s=self.stale_s(now),
         )
 
@@ -287,6 +289,7 @@ class WorkerHandle:
         now = self._clock()
         self._link = link
         self.hello = hello
+        self.adapters.opened(hello.adapters)
         self._block_size = hello.block_size
         self.stats = WorkerStats(free_blocks=hello.blocks)
         self._reported_at = self._progress_at = now
@@ -337,6 +340,7 @@ class WorkerHandle:
             computing=frozenset(request_id for request_id, request in self._requests.items() if request.seen),
         )
         self._requests.clear()
+        self.adapters.closed(WorkerGoneError(f"worker {self.name} is gone"))
         self._sequences = self._owed = self._promised = 0
         for future, _ in self._purges.values():
             if not future.done():

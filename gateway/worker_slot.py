@@ -21,7 +21,7 @@ from functools import partial
 from gateway.log import get
 from gateway.worker_handle import LossKind, PoolListener, WorkerHandle, WorkerLoss, WorkerState
 from workers.launchers.base import Launcher, LaunchError, SecuredProcess, WorkerExit, WorkerProcess, WorkerSpec
-from workers.protocol import PROTOCOL, Hello, Purged, StepOutputs
+from workers.protocol import PROTOCOL, AdapterAnswer, Hello, StepOutputs, Up
 from workers.rpc import SessionError, WorkerClient
 
 log = get("pool")
@@ -188,6 +188,8 @@ class WorkerSlot:
                 elif isinstance(message, StepOutputs):
                     handle.received(message)
                     self._tell("on_outputs", partial(self._listener.on_outputs, handle, message))
+                elif isinstance(message, AdapterAnswer):
+                    handle.adapters.answered(message)
                 else:
                     handle.purged(message)
         except SessionError as error:
@@ -197,7 +199,7 @@ class WorkerSlot:
             return WorkerLoss(LossKind.PROTOCOL, type(error).__name__)
         return WorkerLoss(LossKind.DISCONNECTED, "the worker ended the session")
 
-    def _greet(self, handle: WorkerHandle, client: WorkerClient, message: Hello | StepOutputs | Purged) -> str | None:
+    def _greet(self, handle: WorkerHandle, client: WorkerClient, message: Up) -> str | None:
         if not isinstance(message, Hello) or handle.hello is not None:
             return f"{type(message).__name__} out of turn: Hello comes first, and once"
         if message.protocol != PROTOCOL:

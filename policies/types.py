@@ -100,6 +100,9 @@ class Job:
     max_wait_s: float | None = None
     """Longest time it may queue; the queue core expires it afterwards."""
     adapter: str | None = None
+    """Name of the LoRA adapter that it runs with, over ``model``."""
+    adapter_digest: str | None = None
+    """Its content: what a worker must have loaded."""
     requires: Mapping[str, str] = field(default_factory=lambda: _NO_LABELS)
     """Labels a worker pool must carry to run it."""
     allow_external: bool = False
@@ -115,6 +118,11 @@ class Job:
     organisation: str | None = None
     cost_centre: str | None = None
     """Who pays, for reports."""
+
+    @property
+    def served(self) -> str:
+        """What it is billed as: its model, or ``<model>:<adapter>``."""
+        return self.model if self.adapter is None else f"{self.model}:{self.adapter}"
 
     @property
     def total_tokens(self) -> int:
@@ -183,6 +191,8 @@ class WorkerView:
     total_blocks: int = 0
     block_size: int = 16
     hot_prefixes: frozenset[PrefixKey] = frozenset()
+    adapters: frozenset[str] = frozenset()
+    """Digests of the adapters that it has loaded."""
     stale_s: float = 0.0
     """Age of the last report."""
 

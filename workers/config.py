@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from policies.strict import StrictScalars
 from workers import techniques
+from workers.adapters import AdapterSource
 from workers.speculation import Speculation
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -32,6 +33,8 @@ def _bytes_or_auto(value: Any) -> Any:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
+
+ADAPTER_MEMORY = 256 * 2**20
 
 MEAN_REQUEST_TOKENS = 512
 """Prompt + output of a typical chat request, where nothing is known yet."""
@@ -88,9 +91,38 @@ class EngineConfig(StrictScalars):
     allocator: Literal["auto", "system", "tcmalloc", "jemalloc"] = "auto"
     """Memory allocator that a local launcher preloads; ``auto``: tcmalloc or jemalloc where one is installed."""
     seed: int = 0
+    adapters: tuple[AdapterSource, ...] = ()
+    """LoRA adapters that are loaded at start, by name; others can be loaded and dropped while it runs."""
+    max_adapters: int = Field(16, ge=1, le=1024)
+    """Most adapters that are loaded at once."""
+    max_adapter_rank: int = Field(64, ge=1, le=512)
+    """Highest rank of an adapter."""
+    adapter_memory: Bytes | None = None
+    """Bytes that adapters may occupy, set aside in the memory plan. None: 256 MiB where ``adapters`` names any, else
+    nothing, and then none can be loaded later."""
+
+    @property
+    def adapter_room(self) -> int:
+        """Bytes that adapters may occupy; 0: this engine takes none."""
+        if self.adapter_memory is not None:
+            return self.adapter_memory
+        return ADAPTER_MEMORY if self.adapters else 0
+
+    @field_validator("adapters")
+    @classmethod
+    def _distinct(cls, adapters: tuple[AdapterSource, ...]) -> tuple[AdapterSource, ...]:
+        names = [adapter.name for adapter in adapters]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise ValueError(f"two adapters are called {name!r}; give each a name of its own")
+        return adapters
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
+        if len(self.adapters) > self.max_adapters:
+            raise ValueError(
+                f"adapters names {len(self.adapters)}, max_adapters is {self.max_adapters}: raise it or name fewer"
+            )
         techniques.check(self)
         return self
 

@@ -182,7 +182,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
     from workers.model.loading import load  # torch: seconds, and in vain if there were no model
     from workers.model.memory import held
 
-    loaded = load(files, options.engine)
+    loaded = load(files, options.engine, base_dir=options.base_dir)
     logger.info("model_loaded", seconds=round(time.monotonic() - began, 2), **figures(loaded))
     budget = loaded.budget
     (logger.warning if budget.short else logger.info)("memory_budget", short=budget.short, **budget.figures())
@@ -201,6 +201,8 @@ def load_model(options: WorkerOptions) -> ServedModel:
         grammars=GrammarDesk(lambda: Vocabulary.load(files.dir, eos=loaded.eos_ids, size=loaded.vocab_size)),
         versions=versions(loaded.attention, loaded.kv_dtype, loaded.weight_dtype),
         memory=lambda: held(loaded.device, loaded.weight_bytes, loaded.cache_tokens * loaded.kv_bytes_per_token),
+        adapters=loaded.adapters,
+        read_adapter=loaded.read_adapter,
     )
 
 

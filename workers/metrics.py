@@ -37,6 +37,8 @@ class Sources:
     memory: Callable[[], Mapping[str, int]] = dict
     """Bytes by kind: ``weights``, ``kv``, ``activations``, ``free``."""
     kv_bytes_per_token: int = 0
+    adapters: Callable[[], tuple[int, int] | None] = lambda: None
+    """How many are loaded, and their bytes; None where the engine takes none."""
 
 
 class _Reader(Collector):
@@ -45,17 +47,27 @@ class _Reader(Collector):
         self._busy = busy
 
     def describe(self) -> Iterable[Metric]:
-        return self._families(WorkerStats(), {}, {}, 0.0, 0)
+        return self._families(WorkerStats(), {}, {}, 0.0, 0, (0, 0))
 
     def collect(self) -> Iterable[Metric]:
         sources = self._sources
         return self._families(
-            sources.stats(), sources.evictions(), sources.memory(), self._busy(), sources.kv_bytes_per_token
+            sources.stats(),
+            sources.evictions(),
+            sources.memory(),
+            self._busy(),
+            sources.kv_bytes_per_token,
+            sources.adapters(),
         )
 
     @staticmethod
     def _families(
-        stats: WorkerStats, evictions: Mapping[str, int], memory: Mapping[str, int], busy: float, per_token: int
+        stats: WorkerStats,
+        evictions: Mapping[str, int],
+        memory: Mapping[str, int],
+        busy: float,
+        per_token: int,
+        adapters: tuple[int, int] | None,
     ) -> list[Metric]:
         blocks = GaugeMetricFamily("forebay_engine_kv_blocks", "KV blocks.", labels=["state"])
         for state, count in (
@@ -75,7 +87,12 @@ class _Reader(Collector):
         held = GaugeMetricFamily("forebay_device_memory_bytes", "Memory by what it holds.", labels=["kind"])
         for kind, size in memory.items():
             held.add_metric([kind], size)
+        loaded = GaugeMetricFamily("forebay_adapters", "LoRA adapters that are loaded.")
+        if adapters is not None:
+            loaded.add_metric([], adapters[0])
+            held.add_metric(["adapters"], adapters[1])
         return [
+            loaded,
             GaugeMetricFamily("forebay_engine_running", "Sequences that run.", value=stats.running),
             GaugeMetricFamily("forebay_engine_waiting", "Sequences that wait for a slot.", value=stats.waiting),
             blocks,
@@ -118,6 +135,9 @@ class WorkerMetrics:
         self._batch_size = histogram("engine_batch_size", "Sequences in a step.", _COUNTS)
         tokens = histogram("engine_step_tokens", "Tokens computed in a step.", _COUNTS, "phase")
         self._prefill, self._decode = tokens.labels("prefill"), tokens.labels("decode")
+        self._adapted = Counter(
+            "forebay_adapter_tokens", "Tokens computed with a LoRA adapter.", registry=self.registry
+        )
         self._exported = Counter("forebay_spans_exported", "Spans the collector took.", registry=self.registry)
         self._dropped = Counter(
             "forebay_spans_dropped", "Spans lost on the way to the collector.", ["reason"], registry=self.registry
@@ -131,6 +151,8 @@ class WorkerMetrics:
         self._batch_size.observe(record.batch)
         self._prefill.observe(record.prefill_tokens)
         self._decode.observe(record.decode_tokens)
+        if record.adapter_tokens:
+            self._adapted.inc(record.adapter_tokens)
         with self._runs_lock:
             self._runs.append((record.end_ns, record.run_ns))
             self._expire(record.end_ns)

@@ -1,8 +1,9 @@
 """Messages between gateway and worker: msgspec Structs, MessagePack on the wire, no pickle anywhere.
 
-One bidirectional gRPC stream per worker (``rpc.py``). Down: ``Generate``, ``Cancel``, ``Keep``, ``Purge``, ``Drain``.
-Up: ``Hello`` first, then one ``StepOutputs`` per engine step (coalesced when the reader is slower than the engine),
-and ``Purged`` as the answer to a purge.
+One bidirectional gRPC stream per worker (``rpc.py``). Down: ``Generate``, ``Cancel``, ``Keep``, ``Purge``, ``Drain``,
+``LoadAdapter``, ``DropAdapter``. Up: ``Hello`` first, then one ``StepOutputs`` per engine step (coalesced when the
+reader is slower than the engine); ``Purged`` and ``AdapterAnswer`` as answers to a purge and to an adapter's coming or
+going.
 
 Rules
 - Counters in ``SequenceOutput`` are cumulative per sequence; the gateway takes differences, so a lost or repeated
@@ -19,8 +20,9 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL = 4
-"""2: a ``Cancel`` may name one choice. 3: a ``Generate`` may ask for beam search."""
+PROTOCOL = 5
+"""2: a ``Cancel`` may name one choice. 3: a ``Generate`` may ask for beam search. 5: ``Generate.adapter`` is a digest,
+and adapters come and go."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -90,6 +92,7 @@ class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
     """Opaque name under which the worker counts service; not the tenant's id."""
     weight: float = 1.0
     adapter: str | None = None
+    """The LoRA adapter's digest (``workers/adapters.py``), of those that Hello or an ``AdapterAnswer`` named."""
     trace: dict[str, str] = {}
     """W3C ``traceparent`` / ``tracestate`` of the gateway's chat span."""
     labels: list[bytes] = []
@@ -139,6 +142,22 @@ class Purge(msgspec.Struct, frozen=True, omit_defaults=True, tag="purge"):
     labels: list[bytes] = []
     keys: list[bytes] = []
     """Chain keys (of a public prefix, which has no scope)."""
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Read a LoRA adapter and take it in, while everything runs on. Answered by an ``AdapterAnswer``."""
+
+    id: str
+    name: str
+    source: str
+    """A directory, from where the worker stands: relative to the configuration's folder."""
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
+    """Take no new request for an adapter, and free it after its last one; only then this is answered."""
+
+    id: str
+    digest: str
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
@@ -213,15 +232,16 @@ ERRORS = (
     "draining",
     "bad_request",
     "grammar",
+    "adapter",
     # of upstreams only:
     "throttled",
     "unavailable",
     "upstream_failed",
     "upstream_timeout",
 )
-"""``grammar``: it does not compile here, became too complex on the way, or allows no token any more. ``throttled``,
-``unavailable``: it answered 429, 503. ``upstream_failed``: it cannot be reached, broke off, or
-answered what makes no sense."""
+"""``grammar``: it does not compile here, became too complex on the way, or allows no token any more. ``adapter``: it is
+not loaded here. ``throttled``, ``unavailable``: it answered 429, 503. ``upstream_failed``: it cannot be reached, broke
+off, or answered what makes no sense."""
 
 
 class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -258,6 +278,15 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
     stats: WorkerStats
 
 
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """A LoRA adapter that a worker holds."""
+
+    name: str
+    digest: str
+    rank: int
+    bytes: int
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The worker's first message on every new stream."""
 
@@ -282,6 +311,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """It takes ``Generate.ask`` and answers with text. It has no engine of ours: no steps, blocks or prefix keys."""
     endpoints: list[str] = []
     """Of an upstream: which of ``Ask.endpoint`` it takes. An engine of ours generates, and makes no embeddings."""
+    adapters: list[AdapterInfo] = []
 
     @property
     def longest(self) -> int:
@@ -299,8 +329,17 @@ class Purged(msgspec.Struct, frozen=True, tag="purged"):
     """An upstream's cache: nothing there can be zeroed from here."""
 
 
-Down = Generate | Cancel | Keep | Purge | Drain
-Up = Hello | StepOutputs | Purged
+class AdapterAnswer(msgspec.Struct, frozen=True, omit_defaults=True, tag="adapter"):
+    """Answer to ``LoadAdapter`` (the adapter, or why not) or ``DropAdapter`` (neither: it is gone)."""
+
+    id: str
+    adapter: AdapterInfo | None = None
+    error: str | None = None
+    """For the operator: file, field, value, remedy."""
+
+
+Down = Generate | Cancel | Keep | Purge | Drain | LoadAdapter | DropAdapter
+Up = Hello | StepOutputs | Purged | AdapterAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 _down = msgspec.msgpack.Decoder(list[Down])

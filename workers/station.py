@@ -15,14 +15,29 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace as with_fields
+
+from workers.adapter_desk import AdapterDesk, told
+from workers.adapters import LoadedAdapter
 from workers.config import EngineConfig
+from workers.engine.adapters import AdapterTable
 from workers.engine.constraint import Grammars
 from workers.engine.loop import Engine
 from workers.engine.plan import Runner
 from workers.engine.record import SequenceRecord, StepRecord
 from workers.log import get
 from workers.metrics import Sources, WorkerMetrics
-from workers.protocol import PROTOCOL, Down, Drain, Hello, Keep, StepOutputs, WorkerStats
+from workers.protocol import (
+    PROTOCOL,
+    Down,
+    Drain,
+    DropAdapter,
+    Hello,
+    Keep,
+    LoadAdapter,
+    StepOutputs,
+    WorkerStats,
+)
 from workers.rpc import TlsFiles, WorkerServer
 from workers.tracing import WorkerTelemetry
 from workers.tracing import setup as setup_tracing
@@ -53,6 +68,10 @@ class ServedModel:
     """Bytes by kind, for the metrics."""
     grammars: Grammars | None = None
     """Compiles grammars for its vocabulary; None: requests with one are refused."""
+    adapters: AdapterTable | None = None
+    """Those that are loaded; None: it takes none."""
+    read_adapter: Callable[[str, str], LoadedAdapter] | None = None
+    """(name, source) → one that ``adapters`` may install. Any thread. Raises AdapterError."""
 
     def described(self) -> dict[str, str]:
         """Versions and what runs on what, as far as known: for the info metric and the resource of every span."""
@@ -96,6 +115,9 @@ class Station:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine: Engine | None = None
         self._grammars: Grammars | None = None
+        self._adapters: AdapterDesk | None = None
+        self._table = AdapterTable()
+        self._hello: Hello | None = None
         self._stats = WorkerStats()
         self._metrics: WorkerMetrics | None = None
         self._stop_metrics: Callable[[], None] | None = None
@@ -110,8 +132,17 @@ class Station:
     def serve(self, model: ServedModel) -> Hello:
         """Start the engine and greet. Returns what was said. Raises ValueError for a wrong ``OTEL_*`` variable."""
         runs = model.described()
-        sources = Sources(lambda: self._stats, self._evictions, model.memory, model.kv_bytes_per_token)
-        self._metrics = WorkerMetrics(sources, versions=runs)
+        self._table = table = model.adapters if model.adapters is not None else AdapterTable()
+        self._metrics = WorkerMetrics(
+            Sources(
+                lambda: self._stats,
+                self._evictions,
+                model.memory,
+                model.kv_bytes_per_token,
+                adapters=lambda: (len(table), table.bytes) if model.adapters is not None else None,
+            ),
+            versions=runs,
+        )
         self._tracing = setup_tracing(
             model=self.model, worker=self.name, metrics=self._metrics, versions=runs, env=self._env
         )
@@ -131,11 +162,15 @@ class Station:
             on_drained=self._from_engine(self.drained.set),
             on_fatal=lambda error: self._from_engine(self.failed.set)(),
             grammars=model.grammars,
+            adapters=table,
+        )
+        self._adapters = AdapterDesk(
+            model.read_adapter, self._engine.submit, self.server.purged, self._from_engine(self._tell_adapters)
         )
         self._grammars = model.grammars
         self._engine.start()
         self._sweeper = asyncio.create_task(self._sweep())
-        hello = Hello(
+        hello = self._hello = Hello(
             protocol=PROTOCOL,
             worker=self.name,
             model=self.model,
@@ -152,6 +187,7 @@ class Station:
             weight_bytes=model.weight_bytes,
             kv_bytes_per_token=model.kv_bytes_per_token,
             versions=dict(model.versions),
+            adapters=[told(adapter) for adapter in table],
         )
         self.server.ready(hello)
         return hello
@@ -176,7 +212,13 @@ class Station:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
-        for stop in (self._stop_engine, self._stop_metrics, self._tracing.shutdown if self._tracing else None):
+        desk = self._adapters.close if self._adapters is not None else None
+        for stop in (
+            desk,
+            self._stop_engine,
+            self._stop_metrics,
+            self._tracing.shutdown if self._tracing else None,
+        ):
             if stop is not None:
                 await asyncio.to_thread(stop)
 
@@ -184,8 +226,17 @@ class Station:
         if isinstance(message, Keep):
             if self._tracing is not None:
                 self._tracing.keep(message.id, message.keep)
+        elif isinstance(message, LoadAdapter | DropAdapter):
+            if self._adapters is not None:
+                self._adapters.take(message)
         elif self._engine is not None:
             self._engine.submit(message)
+
+    def _tell_adapters(self) -> None:
+        """A gateway that connects from now on hears of those that are loaded now."""
+        if self._hello is not None:
+            self._hello = with_fields(self._hello, adapters=[told(adapter) for adapter in self._table])
+            self.server.renew(self._hello)
 
     def _publish(self, outputs: StepOutputs) -> None:
         self._stats = outputs.stats

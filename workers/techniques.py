@@ -43,6 +43,7 @@ SWITCHES: Sequence[Switch] = (
     Switch("cache_share"),
     Switch("kv_dtype", exact=False),
     Switch("speculation"),
+    Switch("adapters"),
     Switch("weight_dtype", exact=False),
 )
 

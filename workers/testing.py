@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from itertools import islice
 
 from workers import lifeline, log, options
+from workers.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterError, LoadedAdapter, folder_of
+from workers.engine.adapters import AdapterTable
 from workers.engine.plan import Sampled, StepPlan, StepResult
 from workers.engine.sequence import Sequence
 from workers.launchers.base import LaunchContext
@@ -68,6 +73,7 @@ class EchoRunner:
     def __init__(self, echo: Echo) -> None:
         self._echo = echo
         self._steps = 0
+        self._adapters: set[str] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Pause, misbehave where that was ordered, then sample."""
@@ -86,9 +92,25 @@ class EchoRunner:
     def zero_blocks(self, blocks: list[int]) -> None:
         """There is no cache to zero."""
 
+    def install(self, digest: str, weights: object) -> None:
+        """From now on sequences may name it: they begin their answers elsewhere in the prompt."""
+        self._adapters.add(digest)
+
+    def remove(self, digest: str) -> None:
+        """No sequence names it any more."""
+        self._adapters.remove(digest)
+
+    def _turned(self, digest: str | None) -> int:
+        """By how many tokens an adapter shifts an answer."""
+        if digest is None:
+            return 0
+        if digest not in self._adapters:
+            raise LookupError("a sequence names an adapter that is not here")
+        return int(digest.removeprefix("sha256:")[:8], 16) % 3 + 1
+
     def _sample(self, sequence: Sequence) -> Sampled:
-        produced = sequence.output_len
-        over = self._echo.stop_after is not None and produced >= self._echo.stop_after
+        produced = sequence.output_len + self._turned(sequence.adapter)
+        over = self._echo.stop_after is not None and sequence.output_len >= self._echo.stop_after
         place = (produced + sequence.index * self._echo.shift) % sequence.prompt_len
         token = EOS if over else sequence.tokens[place]
         if sequence.search is not None:
@@ -98,6 +120,17 @@ class EchoRunner:
         if sequence.params.logprobs is None:
             return Sampled([token])
         return Sampled([token], [TokenLogprob(token, -0.5, [(token, -0.5)] * min(1, sequence.params.logprobs))])
+
+
+def read_adapter(base_dir: str, name: str, source: str) -> LoadedAdapter:
+    """An adapter by its files alone. Raises AdapterError for one whose config is no JSON, or that is not there."""
+    folder = folder_of(source, base_dir)
+    config, weights = (folder / CONFIG_FILE).read_bytes(), (folder / WEIGHTS_FILE).read_bytes()
+    try:
+        json.loads(config)
+    except ValueError:
+        raise AdapterError(f"{folder / CONFIG_FILE} is no JSON") from None
+    return LoadedAdapter(name, f"sha256:{sha256(config + weights).hexdigest()}", 1, len(weights) + 1, None)
 
 
 class EchoStation(Station):
@@ -135,9 +168,17 @@ async def serve(settings: options.WorkerOptions, echo: Echo) -> int:
         log.get("worker").error("worker_start_failed", detail="the echo worker was told to fail")
         await station.close()
         return 3
+    runner, engine = EchoRunner(echo), settings.engine
+    read = partial(read_adapter, settings.base_dir)
+    table = AdapterTable(runner, most=engine.max_adapters, room=engine.adapter_room)
+    for adapter in engine.adapters:
+        if (refused := table.install(read(adapter.name, adapter.source))) is not None:
+            raise AdapterError(refused)
     station.serve(
         ServedModel(
-            runner=EchoRunner(echo),
+            runner=runner,
+            adapters=table if engine.adapter_room else None,
+            read_adapter=read if engine.adapter_room else None,
             blocks=settings.engine.blocks or echo.blocks,
             max_context=settings.engine.max_context or echo.max_context,
             revision=echo.revision,

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.console_data import ConsoleData
 from gateway.errors import ApiError, forbidden
+from gateway.http.adapters import AdaptersApi
 from gateway.http.cache import CacheApi
 from gateway.http.console.app import ROOT as CONSOLE
 from gateway.http.console.app import console_app
@@ -63,6 +64,7 @@ def admin_routes(gateway: Gateway) -> list[Route]:
         Route("/admin/policies", policies.change, methods=["POST"]),
         Route("/admin/queue", api.queue, methods=["GET"]),
         Route("/admin/workers", api.workers, methods=["GET"]),
+        *AdaptersApi(gateway).routes(),
         Route("/admin/usage", UsageApi(gateway).all, methods=["GET"]),
         Route("/admin/overview", api.overview, methods=["GET"]),
         *identity.routes(),

@@ -151,11 +151,15 @@ class CacheApi:
         return _answer(receipt)
 
     def _own_keys(self, gone: PublicPrefix) -> list[bytes]:
-        """Keys of its blocks that lie in no other public prefix."""
+        """Keys of its blocks that lie in no other public prefix, under the model itself and under every adapter."""
         model = self._parts.models.handle(gone.model)
         shared = self._parts.public_prefixes.match(gone.model, gone.tokens) // model.block_size
-        keys = chain_keys(b"", model.revision, None, gone.tokens, model.block_size, public_tokens=len(gone.tokens))
-        return list(keys[shared:])
+        found: list[bytes] = []
+        for adapter in (None, *self._parts.models.adapters.contents(gone.model)):
+            size, length = model.block_size, len(gone.tokens)
+            keys = chain_keys(b"", model.revision, adapter, gone.tokens, size, public_tokens=length)
+            found += keys[shared:]
+        return found
 
     def _model(self, name: str) -> ModelHandle:
         try:

@@ -9,6 +9,8 @@ Rules
   its issuer is checked again once it is verified.
 - A claim is named by its path: ``realm_access.roles`` is ``roles`` inside ``realm_access``, unless there is a claim
   with the whole name (issuers use URLs as names).
+- A token that was verified is taken again without its signature being computed anew, while the same key stands
+  (``_verified.py``).
 - Whatever is wrong with a token is AuthError (401); only missing keys are PolicyUnavailableError (503).
 """
 
@@ -29,6 +31,7 @@ from pydantic import Field, field_validator, model_validator
 
 from policies.auth._jwks import Freshness, KeySet
 from policies.auth._keys import ASYMMETRIC, HMAC_MIN_BYTES, VerifyKey, hmac_key, key_set, public_key
+from policies.auth._verified import Verified, VerifiedTokens
 from policies.spi import AuthError, PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec
 from policies.types import AuthRequest, Principal, TenantId
 
@@ -144,10 +147,13 @@ class JwtAuth:
         config: JwtConfig,
         keys: KeySource,
         tenant_from_claims: Callable[[Mapping[str, Any]], str | None] | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """``clock``: UNIX time, by which a verified token expires."""
         self._config = config
         self._keys = keys
         self._tenant_from_claims = tenant_from_claims
+        self._verified = VerifiedTokens(clock)
 
     async def authenticate(self, request: AuthRequest) -> Principal:
         """Verify the bearer token. Raises AuthError or PolicyUnavailableError."""
@@ -156,6 +162,9 @@ class JwtAuth:
             raise AuthError("no bearer token")
         if len(token) > MAX_TOKEN_BYTES or not token.isascii():
             raise AuthError("the token is too long or not ASCII")
+        known = self._verified.look_up(token)
+        if known is not None and await self._keys.find(known.kid) is known.key:
+            return known.principal
         algorithm, kid = self._header(token)
         if claimed_issuer(token) != self._config.issuer:
             raise AuthError("wrong issuer")
@@ -163,7 +172,10 @@ class JwtAuth:
         if algorithm not in key.algorithms:
             raise AuthError("the token's algorithm does not suit its key")
         claims = self._claims(token, key, algorithm)
-        return self._principal(token, claims)
+        principal = self._principal(token, claims)
+        until = int(claims["exp"]) + self._config.leeway_s
+        self._verified.remember(token, Verified(kid, key, until, principal))
+        return principal
 
     def _header(self, token: str) -> tuple[str, str | None]:
         try:

@@ -70,7 +70,7 @@ class Entry:
             job.tenant,
             job.user,
             job.key_id,
-            job.model,
+            job.served,
             job.service_class,
             job.cost_centre,
             job.prompt_tokens,

@@ -22,6 +22,8 @@ SERVING_SEES = (
     "workers.launchers",
     "workers.tokenizer",
     "workers.model_store",
+    # Names and files of LoRA adapters.
+    "workers.adapters",
     "workers.engine.block_hash",
     # How every process of ours logs and exports: one implementation, so that both keep the same rules.
     "workers.log",

@@ -41,6 +41,13 @@ def found(changes: dict[str, Any]) -> dict[str, str]:
             "tenants.0.models.1",
             "no model 'smal' (known: small)",
         ),
+        (
+            {"tenants": [{"id": "a", "adapters": {"smal": "sql"}}]},
+            "tenants.0.adapters.smal",
+            "no model 'smal' (known: small)",
+        ),
+        ({"tenants": [{"id": "a", "adapters": {"small": "sql"}}]}, "tenants.0.adapters.small", "has no adapter 'sql'"),
+        ({"tenants": [{"id": "a", "models": ["small:sql"]}]}, "tenants.0.models.0", "no model 'small:sql'"),
         ({"tenant_defaults": {"models": ["x"]}}, "tenant_defaults.models.0", "no model 'x'"),
         ({"tenants": [{"id": "a", "classes": ["bulk"]}]}, "tenants.0.classes.0", "no class 'bulk'"),
         ({"tenants": [{"id": "a", "groups": {"g": {"models": ["x"]}}}]}, "tenants.0.groups.g.models.0", "no model 'x'"),
@@ -128,3 +135,19 @@ def test_finding_a_model_fetches_and_reads_nothing(tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelStoreError, match=words):
             find(source, base_dir=tmp_path, cache=cache)
+
+
+def test_adapters_may_be_named_that_are_loaded_later(tmp_path: Path) -> None:
+    """Of a model with room for them; those of the file must be there."""
+    engine = {"adapters": [{"name": "law", "source": "law"}]}
+    changes = {
+        "models": [{**SMALL, "pools": [{**POOL, "engine": engine}]}],
+        "tenants": [{"id": "a", "models": ["small:sql", "law", "small:law"], "adapters": {"small": "later"}}],
+        "prices": {"models": {"small:sql": {}, "law": {}}},
+    }
+    assert found(changes) == {}
+    write_model(tmp_path / "model")
+    settings = Settings.model_validate(merged(FILE, changes))
+    (mistake,) = on_disk(settings, tmp_path)
+    assert mistake.path == ("models", 0, "pools", 0, "engine", "adapters", 0, "source")
+    assert "is no directory" in mistake.message

@@ -69,7 +69,7 @@ def authenticate(trace: RequestTrace, **identity: Any) -> None:
     span.set(attributes.auth(Principal(TenantId("search"), method="jwt", key_id="k1")))
     span.end()
     trace.identify(tenant="search", service_class="interactive", **identity)
-    trace.tag(attributes.root(job_id="job-1", model=MODEL, policy_generation=1, stream=True))
+    trace.tag(attributes.root(job_id="job-1", model=MODEL, adapter="sql", policy_generation=1, stream=True))
     span = trace.begin("tokenize")
     span.set(attributes.tokenized(3))
     span.end()

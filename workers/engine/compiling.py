@@ -7,6 +7,7 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from workers.engine.constraint import Compiled
@@ -41,6 +42,9 @@ class Compiling:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pending
+
+    def __iter__(self) -> Iterator[Pending]:
+        return iter(self._pending.values())
 
     def add(self, generate: Generate, now: int) -> None:
         """A request whose compiler was started."""

@@ -24,6 +24,7 @@ from queue import Empty, SimpleQueue
 from msgspec.structs import replace as with_fields
 
 from workers.config import EngineConfig
+from workers.engine.adapters import AdapterTable, Install, Remove
 from workers.engine.compiling import Compiling, Pending, Ready
 from workers.engine.constraint import Grammars
 from workers.engine.device_time import DeviceTime
@@ -39,7 +40,7 @@ IDLE_REPORT_S = 1.0
 MAX_FAILURES = 3
 _MEMORY_MARKS = ("out of memory", "can't allocate memory", "not enough memory")
 
-Message = Generate | Cancel | Purge | Drain | Ready
+Message = Generate | Cancel | Purge | Drain | Ready | Install | Remove
 _log = logging.getLogger(__name__)
 
 
@@ -61,7 +62,7 @@ class Engine:
     a purge's cached blocks are zeroed, and again with ``pending`` 0 and the full count when the last one in use was.
     ``on_step(StepRecord)`` and ``on_record(SequenceRecord)``: figures for telemetry. ``on_drained()``: after ``Drain``,
     when the last request has ended. ``on_fatal(error)``: the loop has ended; without it the error ends the thread.
-    ``grammars``: without it, requests with a grammar are refused (``bad_request``).
+    ``grammars``: without it, requests with one are refused (``bad_request``); ``adapters``: likewise (``adapter``).
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Engine:
         on_fatal: Callable[[BaseException], None] | None = None,
         max_failures: int = MAX_FAILURES,
         grammars: Grammars | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self.planner = Planner(
             config,
@@ -103,6 +105,7 @@ class Engine:
         self._on_fatal = on_fatal
         self._max_failures = max_failures
         self._grammars = grammars
+        self._adapters = adapters if adapters is not None else AdapterTable()
         self._compiling = Compiling()
         self._mail: SimpleQueue[Message | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -229,6 +232,7 @@ class Engine:
             decode_tokens=decodes,
             kv_used=pool.used / pool.total,
             ids=[chunk.sequence.id for chunk in plan.chunks],
+            adapter_tokens=sum(chunk.count for chunk in plan.chunks if chunk.sequence.adapter is not None),
         )
 
     def _failed(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
@@ -262,6 +266,7 @@ class Engine:
             self._on_outputs(StepOutputs(step, news, self._stats(self._step_ms)))
         if self._purges and not planner.pool.dirty:
             self._complete_purges()
+        self._adapters.sweep(planner.roster.requests, self._compiling)
         if self._draining and not self._drained and not len(planner) and not len(self._compiling):
             self._drained = True
             if self._on_drained is not None:
@@ -287,6 +292,8 @@ class Engine:
             self._purge(message)
         elif isinstance(message, Drain):
             self._draining = True
+        elif isinstance(message, Install | Remove):
+            self._adapters.handle(message)
         else:
             self._stopping = True
 
@@ -297,6 +304,8 @@ class Engine:
         now = self._clock()
         if self._draining:
             self._refuse(Pending(message, now), "draining")
+        elif message.adapter is not None and message.adapter not in self._adapters:
+            self._refuse(Pending(message, now), "adapter")
         elif not message.grammar:
             self._add(Pending(message, now))
         elif self._grammars is None:

@@ -224,3 +224,5 @@ class StepRecord:
     """Blocks in use over all blocks, 0 to 1."""
     ids: list[str]
     """Requests in the batch, with repeats where several choices of one took part."""
+    adapter_tokens: int = 0
+    """Of all of them those computed with a LoRA adapter."""

@@ -1,4 +1,5 @@
-"""How a device's memory is divided before a model is loaded: weights, keys and values, activations, buffers, margin.
+"""How a device's memory is divided before a model is loaded: weights, keys and values, activations, buffers,
+adapters, margin.
 
 Rules
 - Estimates are of what PyTorch's backends hold at most, from the model's shape and the engine's settings; what cannot
@@ -39,11 +40,12 @@ class Budget:
     buffers: int
     kv: int
     blocks: int
+    adapters: int = 0
 
     @property
     def planned(self) -> int:
         """Everything but the margin."""
-        return self.weights + self.activations + self.buffers + self.kv
+        return self.weights + self.activations + self.buffers + self.kv + self.adapters
 
     @property
     def short(self) -> int:
@@ -58,6 +60,7 @@ class Budget:
             "kv": self.kv,
             "activations": self.activations,
             "buffers": self.buffers,
+            **({"adapters": self.adapters} if self.adapters else {}),
             "margin": self.margin,
             "left": self.free - self.planned - self.margin,
         }
@@ -95,10 +98,10 @@ def divide(
     buffers += context * model.head_dim * dtype.itemsize + rows * 64
     per_token = kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, dtype.itemsize, engine.kv_dtype)
     per_token += beside.per_token
-    left = free - margin - weights - activations - buffers
+    left = free - margin - weights - activations - buffers - engine.adapter_room
     blocks = block_count(engine, per_token, left if device.type == "cuda" else left // 2)
     kv = blocks * engine.block_size * per_token
-    made = Budget(free, margin, weights, activations, buffers, kv, blocks)
+    made = Budget(free, margin, weights, activations, buffers, kv, blocks, engine.adapter_room)
     if made.short and device.type == "cuda":
         figures = ", ".join(f"{name} {value:,}" for name, value in made.figures().items() if name != "left")
         raise KvCacheSizeError(

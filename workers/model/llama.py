@@ -16,6 +16,7 @@ from torch.nn.functional import embedding, rms_norm, silu
 
 from workers.model import rope
 from workers.model.config import ModelConfig
+from workers.model.deltas import Deltas
 from workers.model.quant.linear import QuantisedLinear
 from workers.model.quant.matrix import Quantised
 from workers.model.weights import LayerWeights, Weights
@@ -33,6 +34,14 @@ def linear(weight: Tensor | Quantised, bias: Tensor | None = None) -> nn.Linear:
     if bias is not None:
         made.bias = nn.Parameter(bias, requires_grad=False)
     return made
+
+
+def adapted(module: nn.Linear, kind: str, x: Tensor, deltas: Deltas | None, layer: int) -> Tensor:
+    """A linear of x, and what adapters add to it (``kind``: of ``lora.KINDS``)."""
+    y: Tensor = module(x)
+    if deltas is not None:
+        deltas.add(layer, kind, x, y)
+    return y
 
 
 class GatedMlp(nn.Module):
@@ -53,11 +62,10 @@ class GatedMlp(nn.Module):
         self.gate_up = linear(*take.fused((gate, up), (inner, inner), hidden, biased))
         self.down = linear(*take.fused((down,), (hidden,), inner, biased))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [rows, hidden] → [rows, hidden]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        result: Tensor = self.down(silu(gate) * up)
-        return result
+    def forward(self, x: Tensor, deltas: Deltas | None = None, layer: int = 0) -> Tensor:
+        """x [rows, hidden] → [rows, hidden]. ``deltas``: what adapters add, in layer ``layer``."""
+        gate, up = adapted(self.gate_up, "gate_up", x, deltas, layer).chunk(2, dim=-1)
+        return adapted(self.down, "down", silu(gate) * up, deltas, layer)
 
 
 class LlamaLayer(nn.Module):
@@ -78,10 +86,10 @@ class LlamaLayer(nn.Module):
         self.output = linear(*take.fused(("self_attn.o_proj",), (hidden,), query, config.output_bias))
         self.mlp = self._mlp(config, index, take)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, deltas: Deltas | None = None) -> Tensor:
         """x [rows, hidden] → [rows, hidden]; cos and sin [rows, 1, head_dim / 2]."""
-        config = self._config
-        qkv = self.qkv(rms_norm(x, (config.hidden,), self.input_norm, config.rms_eps))
+        config, index = self._config, self._index
+        qkv = adapted(self.qkv, "qkv", rms_norm(x, (config.hidden,), self.input_norm, config.rms_eps), deltas, index)
         parts = qkv.view(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
         both = config.heads + config.kv_heads
         turned = parts[:, :both]
@@ -91,8 +99,9 @@ class LlamaLayer(nn.Module):
             turned = torch.cat((queries, keys), dim=1)
         turned = rope.rotate(turned, cos, sin)
         queries, keys = turned[:, : config.heads], turned[:, config.heads :]
-        x = x + self.output(attend(self._index, queries, keys, parts[:, both:]))
-        result: Tensor = x + self.mlp(rms_norm(x, (config.hidden,), self.post_norm, config.rms_eps))
+        x = x + adapted(self.output, "output", attend(index, queries, keys, parts[:, both:]), deltas, index)
+        normed = rms_norm(x, (config.hidden,), self.post_norm, config.rms_eps)
+        result: Tensor = x + (self.mlp(normed) if deltas is None else self.mlp(normed, deltas, index))
         return result
 
     def _mlp(self, config: ModelConfig, index: int, take: LayerWeights) -> nn.Module:
@@ -105,6 +114,7 @@ class LlamaDecoder(nn.Module):
 
     layer: type[LlamaLayer] = LlamaLayer
     """What it is made of."""
+    takes_adapters = True
 
     def __init__(self, config: ModelConfig, weights: Weights, max_context: int) -> None:
         super().__init__()
@@ -117,12 +127,14 @@ class LlamaDecoder(nn.Module):
         cos, sin = rope.table(config.rope, config.head_dim, max_context)
         self._cos, self._sin = (part.to(self.norm.device, self.norm.dtype)[:, None] for part in (cos, sin))
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attention, rows: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attention, rows: Tensor, deltas: Deltas | None = None
+    ) -> Tensor:
         """tokens and positions int64 [rows] → fp32 logits [len(rows wanted), vocab] of the rows that sample."""
         x = self._embedded(tokens)
         cos, sin = self._cos[positions], self._sin[positions]
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
+            x = layer(x, cos, sin, attend, deltas)
         if not len(rows):
             return x.new_empty(0, self.config.vocab, dtype=torch.float32)
         last = rms_norm(x[rows], (self.config.hidden,), self.norm, self.config.rms_eps)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
 
+from workers.adapters import LoadedAdapter
 from workers.config import MEAN_REQUEST_TOKENS, EngineConfig
+from workers.engine.adapters import AdapterTable
 from workers.model.attention import AttentionShape, choose
 from workers.model.budget import Beside, Budget, divide
 from workers.model.config import ModelConfig, read_config
 from workers.model.draft import DraftRunner
 from workers.model.draft_loading import Draft
+from workers.model.fitting import AdapterFitter, reject_adapters
 from workers.model.graphs import LARGEST, CudaRecorder, DecodeGraphs, GraphBackend
 from workers.model.kv_cache import KvCacheSizeError, make_cache
+from workers.model.native.adapters import low_width
 from workers.model.native.build import NativeUnavailableError
 from workers.model.native.decoder import NativeCache, NativeDecoder, unsupported
 from workers.model.native.runner import NativeRunner
@@ -57,6 +61,10 @@ class LoadedModel:
     """What matrices are kept in: ``dtype``, int8, int4 or gguf."""
     device_name: str = ""
     """What a GPU calls itself."""
+    adapters: AdapterTable | None = None
+    """Those loaded at start; None: this engine takes none."""
+    read_adapter: Callable[[str, str], LoadedAdapter] | None = None
+    """(name, source) → an adapter that ``adapters`` may install. Any thread. Raises AdapterError."""
     fallback: str | None = None
     """Why ``auto`` did not take what it would rather have: the native kernel on a CPU, FlashInfer or Triton on CUDA."""
 
@@ -118,6 +126,8 @@ def load(
     max_context = min(engine.max_context or config.max_context, config.max_context)
     if engine.max_context and engine.max_context > config.max_context:
         raise ValueError(f"engine.max_context={engine.max_context} exceeds the model's own limit {config.max_context}")
+    if engine.adapter_room:
+        reject_adapters(engine, config, architectures)
     if config.window is not None and max_context > config.window:
         raise ValueError(
             f"the model attends to a sliding window of {config.window} tokens, which is not supported beyond it; set "
@@ -147,6 +157,7 @@ def load(
         weights.close(frozenset({"lm_head.weight"} if config.tied else ()))
         if engine.weight_dtype != "auto" and not weights.quantised:
             raise ValueError(none_quantised(engine.weight_dtype, config.architecture))
+    fitter = AdapterFitter(config, engine, made.runner, dtype, device, base_dir) if engine.adapter_room else None
     model = LoadedModel(
         runner=made.runner,
         config=config,
@@ -166,6 +177,8 @@ def load(
         kv_dtype=str(dtype).removeprefix("torch.") if engine.kv_dtype == "auto" else engine.kv_dtype,
         weight_dtype=str(dtype).removeprefix("torch.") if engine.weight_dtype == "auto" else engine.weight_dtype,
         device_name=device_name(device),
+        adapters=fitter.table() if fitter is not None else None,
+        read_adapter=fitter.read if fitter is not None else None,
         fallback=(made.passed_over if device.type != "cpu" else reason) if engine.attention == "auto" else None,
     )
     if draft is None:
@@ -195,7 +208,8 @@ def _native(
     engine: EngineConfig, config: ModelConfig, weights: Weights, max_context: int, blocks: int, dtype: torch.dtype
 ) -> _Made:
     cache = NativeCache(config, blocks, engine.block_size, dtype, engine.kv_dtype)
-    decoder = NativeDecoder(config, weights, max_context, cache, dtype, torch.get_num_threads())
+    low = low_width(engine.max_adapter_rank) if engine.adapter_room else 0
+    decoder = NativeDecoder(config, weights, max_context, cache, dtype, torch.get_num_threads(), low_width=low)
     return _Made(NativeRunner(decoder, cache), decoder.weight_bytes(), f"native ({decoder.isa})")
 
 

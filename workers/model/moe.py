@@ -74,3 +74,4 @@ class MoeDecoder(LlamaDecoder):
     """The decoder of ``llama.py`` with ``MoeLayer``."""
 
     layer = MoeLayer
+    takes_adapters = False

@@ -13,6 +13,7 @@ from workers.engine.sequence import Sequence
 from workers.engine.verify import fold
 from workers.model.attention import Attend, AttentionBackend
 from workers.model.batch import Layout, lay_out, place
+from workers.model.deltas import Deltas, TorchAdapter, deltas_of
 from workers.model.graphs import DecodeGraphs
 from workers.model.kv_cache import KvCache
 from workers.model.sampler import sample
@@ -23,9 +24,14 @@ class Decoder(Protocol):
     """What an architecture must offer; llama.py is the pattern."""
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor], rows: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        rows: Tensor,
+        deltas: Deltas | None = None,
     ) -> Tensor:
-        """fp32 logits [len(rows), vocab] of the wanted rows."""
+        """fp32 logits [len(rows), vocab] of the wanted rows. ``deltas`` come only where it says ``takes_adapters``."""
         ...
 
 
@@ -43,6 +49,7 @@ class TorchRunner:
         """``graphs``: of the same decoder, cache and backend, for steps that only decode."""
         self.decoder, self.cache, self.attention, self._device = decoder, cache, attention, device
         self._graphs = graphs
+        self._adapters: dict[str, TorchAdapter] = {}
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -56,17 +63,21 @@ class TorchRunner:
         if not plan.chunks:
             return StepResult([])
         layout = lay_out(plan.chunks, self.cache.block_size)
-        logits = self._graphs.run(layout) if self._graphs is not None else None
+        deltas = deltas_of(plan.chunks, layout.starts, self._adapters, self._device)
+        # A recorded step has no place for adapters: one that needs them runs as it comes.
+        logits = self._graphs.run(layout) if self._graphs is not None and deltas is None else None
         if logits is None:
-            logits = self._forward(layout)
+            logits = self._forward(layout, deltas)
         if len(layout.samplers) != len(layout.logit_rows):
             logits = logits[torch.tensor(layout.sampler_rows, dtype=torch.int64, device=self._device)]
         return StepResult(fold(plan.chunks, sample(logits, layout.samplers)))
 
-    def _forward(self, layout: Layout) -> Tensor:
+    def _forward(self, layout: Layout, deltas: Deltas | None = None) -> Tensor:
         batch = place(layout, self._device)
         attend = Attend(self.attention, self.cache, batch)
-        return self.decoder(batch.tokens, batch.positions, attend, batch.rows)
+        if deltas is None:
+            return self.decoder(batch.tokens, batch.positions, attend, batch.rows)
+        return self.decoder(batch.tokens, batch.positions, attend, batch.rows, deltas)
 
     @torch.inference_mode()
     def logits(self, chunk: Chunk) -> Tensor:
@@ -100,3 +111,12 @@ class TorchRunner:
         """Overwrite the keys and values of ``blocks`` with zeros, at once."""
         with torch.inference_mode():
             self.cache.zero(blocks)
+
+    def install(self, digest: str, weights: object) -> None:
+        """Use an adapter for sequences that name ``digest``."""
+        assert isinstance(weights, TorchAdapter)
+        self._adapters[digest] = weights
+
+    def remove(self, digest: str) -> None:
+        """Forget an adapter that no sequence names any more."""
+        del self._adapters[digest]

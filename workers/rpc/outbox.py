@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from workers.protocol import (
+    AdapterAnswer,
     FinishReason,
     Purged,
     SequenceOutput,
@@ -106,7 +107,7 @@ class Outbox:
         self._only: list[SequenceOutput] | None = None
         """The outputs of a single step that nothing was merged into (the usual case: no copy is made)."""
         self._merged: dict[tuple[str, int], _Merged] = {}
-        self._receipts: list[Purged] = []
+        self._receipts: list[Purged | AdapterAnswer] = []
 
     @property
     def live(self) -> list[str]:
@@ -163,8 +164,8 @@ class Outbox:
         if idle:
             self._wake()
 
-    def put_receipt(self, receipt: Purged) -> None:
-        """Add the answer to a purge."""
+    def put_receipt(self, receipt: Purged | AdapterAnswer) -> None:
+        """Add the answer to a purge, or to an adapter's coming or going."""
         with self._lock:
             if not self._open:
                 return

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from workers.protocol import Cancel, Down, Generate, Hello, Purged, StepOutputs, decode_down, encode
+from workers.protocol import AdapterAnswer, Cancel, Down, Generate, Hello, Purged, StepOutputs, decode_down, encode
 from workers.rpc.outbox import Outbox, frames
 from workers.rpc.tls import TlsFiles
 from workers.rpc.wire import MAX_FRAME, OPEN_KEY, ORPHAN_WAIT_S, SECRET_KEY, SERVER_OPTIONS, SERVICE, cancel_all
@@ -91,12 +91,17 @@ class WorkerServer:
         if not self._hello.done():
             self._hello.set_result(hello)
 
+    def renew(self, hello: Hello) -> None:
+        """What every later gateway is told instead."""
+        self._hello = asyncio.get_running_loop().create_future()
+        self._hello.set_result(hello)
+
     def publish(self, outputs: StepOutputs) -> None:
         """Send one step's news; merged with what is unsent while the reader is slow. From any thread, never blocks."""
         self._outbox.put(outputs)
 
-    def purged(self, receipt: Purged) -> None:
-        """Answer a purge. From any thread."""
+    def purged(self, receipt: Purged | AdapterAnswer) -> None:
+        """Answer a purge, or an adapter's coming or going. From any thread."""
         self._outbox.put_receipt(receipt)
 
     async def end_session(self, timeout_s: float = 5.0) -> None:

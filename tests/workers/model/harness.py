@@ -69,6 +69,7 @@ class Bench:
             eos_ids=self.model.eos_ids,
             vocab_size=self.model.vocab_size,
             on_outputs=self._take,
+            adapters=self.model.adapters,
         )
 
     def _take(self, news: StepOutputs) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers.model import tiny
-from tests.workers.model.harness import logits_of
+from tests.workers.model.harness import GREEDY, Bench, logits_of
 from workers.config import EngineConfig, kv_bytes_per_token
 from workers.engine.plan import Chunk
 from workers.engine.sequence import Sequence
@@ -23,7 +23,7 @@ from workers.model.config import ModelConfig, RopeConfig
 from workers.model.kv_cache import make_cache
 from workers.model.kv_format import FORMATS, KvFormat
 from workers.model.loading import load
-from workers.protocol import SamplingParams
+from workers.protocol import Generate, SamplingParams
 
 CPU = torch.device("cpu")
 HEADS, DIM = 3, 16
@@ -183,6 +183,19 @@ def test_the_plan_and_the_figures_follow(kv_dtype: str, source: Path) -> None:
     assert f"{half.kv_bytes_per_token} bytes, {kv_dtype}" in half.table
     assert half.blocks == 2**20 // (16 * half.kv_bytes_per_token) > 1.7 * whole.blocks
     assert half.runner.cache.data.nbytes == half.blocks * 16 * half.kv_bytes_per_token == half.budget.kv
+
+
+def test_who_was_preempted_in_the_same_bytes_is_not(source: Path) -> None:
+    """What the technique is for."""
+    preempted = {}
+    for kv_dtype in ("auto", "int8"):
+        settings = {"device": "cpu", "dtype": "float32", "kv_cache": 11 * 16 * 512, "kv_dtype": kv_dtype, "threads": 1}
+        bench = Bench(source, EngineConfig.model_validate(settings))
+        requests = [Generate(f"r{number}", [number, *range(40, 70)], 40, GREEDY) for number in range(6)]
+        assert all(len(one.tokens) == 40 for one in bench.run(requests))
+        preempted[kv_dtype] = bench.preemptions
+    assert preempted["auto"] > 0
+    assert preempted["int8"] == 0
 
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])

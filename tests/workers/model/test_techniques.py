@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.workers.model import tiny
+from tests.workers.model import adapters, tiny
 from tests.workers.model.harness import GREEDY, Bench
 from workers.config import EngineConfig
 from workers.protocol import Generate
@@ -27,6 +27,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
     "prefix_cache": lambda folder: {"prefix_cache": False},
     "max_chunk_tokens": lambda folder: {"max_chunk_tokens": 5},
     "cache_share": lambda folder: {"cache_share": 0.5},
+    "adapters": lambda folder: {"adapters": [{"name": "tiny", "source": str(adapters.smallest(folder / "tiny"))}]},
     "kv_dtype": lambda folder: {"kv_dtype": "int8"},
     "speculation": lambda folder: {"speculation": {"method": "ngram", "ngram_min": 1}},
     "weight_dtype": lambda folder: {"weight_dtype": "int4"},

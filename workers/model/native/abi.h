@@ -17,6 +17,7 @@ struct FbModel {
   int bf16, layers, hidden, heads, kv_heads, head_dim, ffn, rotary, block_size, gelu, max_rows, max_samples;
   float eps, scale, softcap, embed_scale, logit_softcap;
   int kv;  // how the cache is kept (kept.h): 0 as the model computes, 1 Int8, 2 Fp8
+  int low_width;  // most numbers of one row's A x; 0: no adapters
   const float* norm;
   fb::Linear embed;  // packed like a linear; rows are gathered from it
   fb::Linear head;
@@ -31,5 +32,8 @@ struct FbStep {
   const int* sample_rows;                 // [samples]
   float* logits;                          // [samples][head.n]
   int* best;                              // [samples] the highest logit's token, the first of equals; -1 without any
+  const int* lora;                        // [chunks] which of `adapters`, -1: none; not read when `loras` is 0
+  const fb::Lora* const* adapters;        // [loras] those of this step, each [layers][kSites]
+  int loras, unused;
 };
 }

@@ -1,4 +1,4 @@
-"""The kernel's structures (``abi.h``: FbLayer, FbModel, FbStep) for ctypes. Field order and types are the ABI."""
+"""The kernel's structures (``abi.h``: Lora, FbLayer, FbModel, FbStep) for ctypes. Field order and types are the ABI."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ class Linear(ctypes.Structure):
         *(("w", POINTER), ("bias", POINTER)),
         *((name, LONG) for name in ("n", "k", "kind", "stride")),
     ]
+
+
+class Lora(ctypes.Structure):
+    """What an adapter adds to one linear (``lora.h``): packed A and B, rank of a part, ranks in all; zeros: nothing."""
+
+    _fields_: ClassVar[Fields] = [("a", POINTER), ("b", POINTER), ("rank", INT), ("total", INT)]
 
 
 class Layer(ctypes.Structure):
@@ -54,6 +60,7 @@ class Model(ctypes.Structure):
         ),
         *((name, FLOAT) for name in ("eps", "scale", "softcap", "embed_scale", "logit_softcap")),
         ("kv", INT),
+        ("low_width", INT),
         ("norm", POINTER),
         ("embed", Linear),
         ("head", Linear),
@@ -79,8 +86,12 @@ class Step(ctypes.Structure):
                 "sample_rows",
                 "logits",
                 "best",
+                "lora",
+                "adapters",
             )
         ),
+        ("loras", INT),
+        ("unused", INT),
     ]
 
 

@@ -9,7 +9,8 @@
 //   contexts in splits of kSplit at fixed positions, always merged in order. So neither the batch, nor the chunk
 //   size, nor the thread count changes a bit of the result.
 // - Nothing of a lane that its sequence has not written reaches a result, be it NaN: scores of such keys are replaced,
-//   such values are not read. Only where values go in pairs is one read, and the writer of its partner zeroed it.
+//   such values are not read. Only where values go in pairs is one read: the writer of its partner zeroed it, or it is
+//   a byte, and those are all finite.
 // - Scores are in units of log2(e), so that their exponentials are powers of two.
 // - A decode reads its keys and values once, from memory: with each line of a group the same line of the next group is
 //   fetched into L2, at the end that of the next task. (Into L2, since L1 can wait for two dozen lines only.)
@@ -23,7 +24,7 @@ namespace fb {
 constexpr int kGroup = 64;              // tokens between two rescales
 constexpr int kSubs = kGroup / kLanes;  // sub-blocks of a group
 constexpr int kSplit = 1024;            // tokens of one task
-constexpr int kFewQueries = 2 * kQueries;  // so many read a format of bytes as it lies; for more it is widened first
+constexpr int kFew8 = 2 * kQueries;     // queries that read bytes as they lie; for more they are widened first
 constexpr int kMaxQueries = 96;         // of a tile, each head's filled up to whole register tiles
 constexpr float kLog2e = 1.44269504088896341f;
 
@@ -138,8 +139,8 @@ struct Tile {
   float m[kMaxQueries];
   alignas(64) float l[kMaxQueries][16];
   alignas(64) float acc[kMaxQueries * kMaxDim];  // [query][dim]
-  float scale[kMaxQueries];                    // of a query's scores: the model's, times its own where it has one
-  float unit[kQueries];                          // of a register tile's weights, where the format scales
+  float scale[kMaxQueries];  // of a query's scores: the model's, times its own where it has one
+  float unit[kQueries];      // of a register tile's weights, where the format scales
   alignas(64) float s[kQueries * kGroup];
   alignas(64) T p[kQueries * kGroup];
   alignas(64) T wide[C::kScaled ? kSubs : 1][C::kScaled ? 2 * kLanes * (kMaxDim + 1) : 1];  // sub-blocks, widened
@@ -168,8 +169,8 @@ struct Tile {
   }
 
   // `next`: what this thread is likely to read afterwards; nothing when its tokens [from, to) are none.
-  void run(const Context<C>& c, int window, float softcap, int from, int to, const Context<C>& next,
-           int next_from, int next_to) {
+  void run(const Context<C>& c, int window, float softcap, int from, int to, const Context<C>& next, int next_from,
+           int next_to) {
     for (int i = 0; i < heads * n; i++) {
       m[i] = -INFINITY;
       store(l[i], zero());
@@ -186,7 +187,7 @@ struct Tile {
         else
           next.keys(h, next_from, next_to, ahead);
         if constexpr (C::kScaled) {
-          if (n > kFewQueries) {
+          if (n > kFew8) {
             const typename Widened<C>::S* w[kSubs] = {};
             for (int b = 0; b < kSubs && base + b * kLanes < end; b++) {
               w[b] = wide[b];
@@ -265,8 +266,8 @@ struct Tile {
       sum = add(sum, e);
       if constexpr (F::kScaled) {
         e = mul(e, F::value_scales(k[b], dim));
-        if (!Whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());  // 0 * NaN that is not ours
-        sum = fma(e, zero(), sum);                                                       // NaN that is
+        if (!Whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());  // a scale that is not ours may be NaN
+        sum = fma(e, zero(), sum);  // one that is ours makes the result NaN
         x[b] = e;
       } else {
         P::store(to + b * kLanes, e);

@@ -26,12 +26,14 @@ SOURCES = (
     "vec.h",
     "memory.h",
     "pool.h",
+    "lora.h",
     "quantised.h",
     "linear.h",
     "kept.h",
     "attention.h",
     "rows.h",
     "abi.h",
+    "adapted.h",
     "step.cpp",
 )
 OPTIONS = ("-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread", "-w")

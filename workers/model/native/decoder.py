@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ from workers.model.config import ModelConfig
 from workers.model.kv_cache import KvCacheSizeError, check_saved
 from workers.model.native import pack
 from workers.model.native.abi import Layer, Linear, Model, Step, make
+from workers.model.native.adapters import NativeAdapter
 from workers.model.native.build import NativeUnavailableError, load
 from workers.model.quant.matrix import Quantised
 from workers.model.weights import LayerWeights, Weights
@@ -118,6 +120,8 @@ class Rows:
     table: array[int] = field(default_factory=lambda: array("i"))
     blocks: array[int] = field(default_factory=lambda: array("i"))
     sample_rows: array[int] = field(default_factory=lambda: array("i"))
+    lora: array[int] = field(default_factory=lambda: array("i"))
+    """Of every chunk, which of the step's adapters it has, or -1; empty where there are none."""
 
 
 class NativeDecoder:
@@ -134,7 +138,10 @@ class NativeDecoder:
         cache: NativeCache,
         dtype: torch.dtype,
         threads: int,
+        *,
+        low_width: int = 0,
     ) -> None:
+        """``low_width``: of the adapters that steps may bring (``adapters.low_width``); 0: none."""
         reason = unsupported(config, cache.block_size, dtype, torch.device("cpu"), cache.kv_dtype)
         if reason:
             raise NativeUnavailableError(reason)
@@ -175,6 +182,7 @@ class NativeDecoder:
                 "embed_scale": 1.0,
                 "logit_softcap": 0.0,
                 "kv": KV_DTYPES.index(cache.kv_dtype),
+                "low_width": low_width,
                 "norm": norm,
                 "embed": embed,
                 "head": head,
@@ -185,14 +193,16 @@ class NativeDecoder:
         self._logits = torch.empty(0)
         self._best: array[int] = array("i")
 
-    def forward(self, rows: Rows) -> tuple[Tensor, array[int]]:
+    def forward(self, rows: Rows, adapters: Sequence[NativeAdapter] = ()) -> tuple[Tensor, array[int]]:
         """fp32 logits [samples, vocab] (valid until the next call) and each one's most likely token.
 
+        ``adapters``: what ``rows.lora`` counts.
         Raises MemoryError for a step whose buffers do not fit; a smaller one may be run afterwards.
         """
         count, samples = len(rows.tokens), len(rows.sample_rows)
         self._grow(count, samples)
         assert self._handle is not None
+        tables = (ctypes.c_void_p * len(adapters))(*(adapter.address for adapter in adapters))
         arrays = {name: getattr(rows, name).buffer_info()[0] for name in Rows.__slots__}
         step = make(
             Step,
@@ -203,6 +213,9 @@ class NativeDecoder:
                 "vocab": self.config.vocab,
                 "logits": self._logits.data_ptr(),
                 "best": self._best.buffer_info()[0],
+                "adapters": ctypes.addressof(tables),
+                "loras": len(adapters),
+                "unused": 0,
                 **arrays,
             },
         )

@@ -8,6 +8,7 @@
 #pragma once
 #include <algorithm>
 
+#include "lora.h"
 #include "quantised.h"
 
 namespace fb {
@@ -111,12 +112,16 @@ inline Fused<P> reader(long kind, long rows) {
 }
 
 template <class P, int E>
-inline void finish(const Sums& sums, long rows, const float* bias, void* out, long ldo, long col) {
+inline void finish(const Sums& sums, long rows, const float* bias, const float* low, void* out, long ldo, long col) {
   for (long r = 0; r < rows; r++) {
     V lo = sums[r][0], hi = sums[r][1];
     if (bias) {
       lo = add(lo, load(bias + col));
       hi = add(hi, load(bias + col + 16));
+    }
+    if (low) {
+      lo = add(lo, load(low + r * kPanel));
+      hi = add(hi, load(low + r * kPanel + 16));
     }
     if (E == kSilu || E == kGelu) {  // a panel holds 16 gate columns, then their 16 up columns
       P::store((typename P::T*)out + r * ldo + col / 2, mul(E == kSilu ? silu(lo) : gelu(lo), hi));
@@ -133,10 +138,12 @@ inline void finish(const Sums& sums, long rows, const float* bias, void* out, lo
 }
 
 // Columns of panels [p0, p1) for `rows` rows, in tiles of equal height. `out` is float [rows][ldo], or P::T for the
-// gated epilogues. `unpacked`: room for a panel.
+// gated epilogues. `unpacked`: room for a panel. `low`: the adapters of these rows, of which the first is row
+// `row` of the step; or null.
 template <class P, int E>
 inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, long rows, void* out, long ldo,
-                   typename P::T* unpacked) {
+                   typename P::T* unpacked, const Low<P>* low, long row) {
+  alignas(64) float updates[kRows * kPanel];
   const long unit = (E == kSilu || E == kGelu) ? long(sizeof(typename P::T)) : 4, tiles = (rows + kRows - 1) / kRows;
   for (long p = p0; p < p1; p++) {
     const uint8_t* panel = (const uint8_t*)l.w + p * l.stride;
@@ -150,7 +157,8 @@ inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, lo
         reader<P>(l.kind, n)(x, l.k, panel, l.k, unpacked, tiles > 1 ? kPanel * P::K : 0, sums);
       else
         accumulator<P, false>(n)(x + r * l.k, l.k, unpacked, l.k, sums);
-      finish<P, E>(sums, n, l.bias, (char*)out + r * ldo * unit, ldo, p * kPanel);
+      const float* update = low ? low->sum(row + r, n, p, updates) : nullptr;
+      finish<P, E>(sums, n, l.bias, update, (char*)out + r * ldo * unit, ldo, p * kPanel);
     }
   }
 }

@@ -10,7 +10,9 @@ from torch import Tensor
 from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from workers.engine.sequence import Sequence
 from workers.engine.verify import fold, standings
+from workers.model.deltas import used
 from workers.model.masks import allows
+from workers.model.native.adapters import NativeAdapter
 from workers.model.native.decoder import NativeCache, NativeDecoder, Rows
 from workers.model.sampler import sample
 
@@ -20,19 +22,28 @@ class NativeRunner:
 
     def __init__(self, decoder: NativeDecoder, cache: NativeCache) -> None:
         self.decoder, self.cache = decoder, cache
+        self._adapters: dict[str, NativeAdapter] = {}
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Zero, copy, compute, sample, in this order. Raises ValueError for a plan that does not fit its sequences."""
+        """Zero, copy, compute, sample, in this order.
+
+        Raises ValueError for a plan that does not fit its sequences, SequenceFault for an adapter that is not held.
+        """
         self.cache.zero(plan.zero)
         self.cache.copy(plan.copies)
         if not plan.chunks:
             return StepResult([])
         rows, samplers, own = layout(plan, self.cache.block_size)
-        return StepResult(fold(plan.chunks, self._sampled(rows, samplers, own)))
+        adapters, which = used(plan.chunks, self._adapters)
+        if adapters:
+            rows.lora.extend(which)
+        return StepResult(fold(plan.chunks, self._sampled(rows, samplers, own, adapters)))
 
-    def _sampled(self, rows: Rows, samplers: list[Sequence], own: list[int]) -> list[Sampled]:
-        logits, best = self.decoder.forward(rows)
+    def _sampled(
+        self, rows: Rows, samplers: list[Sequence], own: list[int], adapters: list[NativeAdapter]
+    ) -> list[Sampled]:
+        logits, best = self.decoder.forward(rows, adapters)
         choosy = [place for place, one in enumerate(samplers) if not _takes(one, best[own[place]])]
         if not choosy:
             return [Sampled([best[row]]) for row in own]
@@ -67,6 +78,15 @@ class NativeRunner:
         """Overwrite the keys and values of ``blocks`` with zeros, at once."""
         with torch.inference_mode():
             self.cache.zero(blocks)
+
+    def install(self, digest: str, weights: object) -> None:
+        """Use an adapter for sequences that name ``digest``."""
+        assert isinstance(weights, NativeAdapter)
+        self._adapters[digest] = weights
+
+    def remove(self, digest: str) -> None:
+        """Free an adapter that no sequence names any more: no thread of the kernel reads it between steps."""
+        del self._adapters[digest]
 
 
 def _takes(sequence: Sequence, token: int) -> bool:

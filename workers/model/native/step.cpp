@@ -9,6 +9,7 @@
 //   what it made of memory that has changed meanwhile is thrown away.
 // - No chunk reads what another chunk of the same step writes.
 #include "abi.h"
+#include "adapted.h"
 #include "attention.h"
 #include "memory.h"
 #include "pool.h"
@@ -38,6 +39,7 @@ struct Engine {
 struct Job {
   FbStep s;
   int tasks, spread, split;
+  LoraWork lora;
 };
 
 // How a linear is cut into tasks: blocks of rows, and in each parts of the columns; enough tasks that a thread without
@@ -76,6 +78,7 @@ struct Impl final : Engine {
   std::vector<float> partial;
   std::vector<Task> tasks;
   std::vector<int> spread;  // rows that are not their chunk's only one
+  Adapted<P> lora;
   std::vector<int> wanted;  // rows that sample: ours, since a late thread may still look at them
   std::vector<Local<P, C>> local;
   int threads;
@@ -92,10 +95,11 @@ struct Impl final : Engine {
         q(long(m.max_rows) * m.heads * m.head_dim),
         att(long(m.max_rows) * m.heads * m.head_dim),
         h(long(m.max_rows) * m.ffn),
+        lora(m.max_rows, m.low_width, m.layers),
         wanted(m.max_samples),
         local(locals(threads, m)),
         threads(threads),
-        pool(threads, 16 + 12 * model.layers, Work{this}) {}
+        pool(threads, 16 + 16 * model.layers, Work{this}) {}
 
   static std::vector<Local<P, C>> locals(int threads, const FbModel& m) {
     const long deepest = std::max({m.hidden, m.ffn, m.heads * m.head_dim});
@@ -115,7 +119,8 @@ struct Impl final : Engine {
 
   // `next`: the linear that comes next, for as many rows; threads that wait fetch what they will read of it.
   template <int E>
-  bool panels(Walk& walk, const Linear& l, const T* in, long n, void* out, long ldo, const Linear* next) {
+  bool panels(Walk& walk, const Linear& l, const T* in, long n, void* out, long ldo, const Linear* next,
+              const Low<P>* low = nullptr) {
     const long unit = E == kSilu || E == kGelu ? long(sizeof(T)) : 4;
     const Grid grid(n, l.n, threads);
     Local<P, C>& mine = local[walk.thread];
@@ -131,9 +136,19 @@ struct Impl final : Engine {
         [&](int i) {
           const long block = i / grid.parts, part = i % grid.parts, r = grid.row(block);
           linear<P, E>(l, grid.panel(part), grid.panel(part + 1), in + r * l.k, grid.row(block + 1) - r,
-                       (char*)out + r * ldo * unit, ldo, mine.panel.data());
+                       (char*)out + r * ldo * unit, ldo, mine.panel.data(), low, r);
         },
         Fetch{mine});
+  }
+
+  // The linear `site` of a layer with what adapters add to it.
+  template <int E>
+  bool adapted(Walk& walk, const Job& job, Site site, const FbLayer& layer, const Linear& l, const T* in, void* out, long ldo,
+               const Linear* next) {
+    if (!job.lora.groups[site]) return panels<E>(walk, l, in, job.s.rows, out, ldo, next);
+    const int group = m.head_dim / kLanes;
+    const Low<P> low = lora.of(job.s, &layer - layers.data(), site, m.heads * group, (m.heads + m.kv_heads) * group);
+    return lora.shrink(walk, job.lora, low, in, l.k) && panels<E>(walk, l, in, job.s.rows, out, ldo, next, &low);
   }
 
   struct Fetch {
@@ -295,9 +310,10 @@ struct Impl final : Engine {
   }
 
   // x += linear(in), through the model's norm after the block where it has one (Gemma 2 and 3).
-  bool residual(Walk& walk, const Linear& l, const T* in, long n, const float* post, const Linear* next) {
-    if (!post) return panels<kAdd>(walk, l, in, n, x.data(), m.hidden, next);
-    return panels<kStore>(walk, l, in, n, tmp.data(), m.hidden, next) && rows(walk, n, [&](long i) {
+  bool residual(Walk& walk, const Job& job, Site site, const FbLayer& layer, const Linear& l, const T* in, const float* post,
+                const Linear* next) {
+    if (!post) return adapted<kAdd>(walk, job, site, layer, l, in, x.data(), m.hidden, next);
+    return adapted<kStore>(walk, job, site, layer, l, in, tmp.data(), m.hidden, next) && rows(walk, job.s.rows, [&](long i) {
              norm_add(tmp.data() + i * m.hidden, post, m.hidden, m.eps, x.data() + i * m.hidden);
            });
   }
@@ -307,16 +323,16 @@ struct Impl final : Engine {
     Local<P, C>& mine = local[walk.thread];
     const auto every = [](long i) { return i; };
     const T* in = normed(walk, s.rows, l.attn_norm, every);
-    if (!in || !panels<kStore>(walk, l.qkv, in, s.rows, qkv.data(), l.qkv.n, &l.o)) return false;
+    if (!in || !adapted<kStore>(walk, job, kQkv, l, l.qkv, in, qkv.data(), l.qkv.n, &l.o)) return false;
     if (job.spread && !rows(walk, job.spread, [&](long i) { scatter(s, l, spread[i]); })) return false;
     if (!walk.each(job.tasks, [&](int i) { attend(s, l, i, mine); }, Fetch{mine})) return false;
     if (job.split && !walk.each(job.tasks, [&](int i) { merge(tasks[i]); })) return false;
-    if (!residual(walk, l.o, att.data(), s.rows, l.post_attn_norm, &l.gate_up)) return false;
+    if (!residual(walk, job, kOutput, l, l.o, att.data(), l.post_attn_norm, &l.gate_up)) return false;
     in = normed(walk, s.rows, l.ffn_norm, every);
-    if (!in || !(m.gelu ? panels<kGelu>(walk, l.gate_up, in, s.rows, h.data(), m.ffn, &l.down)
-                        : panels<kSilu>(walk, l.gate_up, in, s.rows, h.data(), m.ffn, &l.down)))
+    if (!in || !(m.gelu ? adapted<kGelu>(walk, job, kGateUp, l, l.gate_up, in, h.data(), m.ffn, &l.down)
+                        : adapted<kSilu>(walk, job, kGateUp, l, l.gate_up, in, h.data(), m.ffn, &l.down)))
       return false;
-    return residual(walk, l.down, h.data(), s.rows, l.post_ffn_norm, next);
+    return residual(walk, job, kDown, l, l.down, h.data(), l.post_ffn_norm, next);
   }
 
   void work(const Job& job, Walk& walk) {
@@ -339,7 +355,8 @@ struct Impl final : Engine {
 
   void step(const FbStep& s) override {
     const bool split = plan(s);
-    pool.run(Job{s, int(tasks.size()), int(spread.size()), split});
+    const Job job{s, int(tasks.size()), int(spread.size()), split, lora.enlist(s)};
+    pool.run(job);
   }
 };
 
