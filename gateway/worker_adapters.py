@@ -2,7 +2,7 @@
 
 Rules
 - Belongs to the event loop. An adapter counts from the worker's word that it is loaded until it is asked to drop it.
-- Every question is answered once, or fails with the worker.
+- Every question is answered once, or fails with the worker. What was loaded after its asker had gone is dropped again.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ class WorkerAdapters:
         await self._asked(DropAdapter(secrets.token_hex(8), digest))
 
     def answered(self, answer: AdapterAnswer) -> None:
-        """One has come, or not, or gone. An answer nobody waits for any more is ignored."""
+        """One has come, or not, or gone."""
         future = self._waiting.get(answer.id)
         if future is not None and not future.done():
             future.set_result(answer)
+        elif answer.adapter is not None and answer.adapter.digest not in self.held:
+            self._send(DropAdapter(secrets.token_hex(8), answer.adapter.digest))
 
     def closed(self, error: Exception) -> None:
         """The worker is gone."""

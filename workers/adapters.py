@@ -53,12 +53,17 @@ class LoadedAdapter:
 
 def folder_of(source: str, base_dir: str | Path = ".") -> Path:
     """The adapter's directory. Raises AdapterError where it, or one of its two files, is not there."""
-    folder = Path(base_dir) / Path(source).expanduser()
-    if not folder.is_dir():
+    try:
+        folder = Path(base_dir) / Path(source).expanduser()
+        there = folder.is_dir()
+        files = {name: (folder / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE, "adapter_model.bin")}
+    except (OSError, ValueError, RuntimeError) as error:  # not ours to enter, a zero byte in it, no such home
+        raise AdapterError(f"adapter source {source!r} cannot be looked at: {error}") from error
+    if not there:
         raise AdapterError(f"adapter source {source!r}: {folder} is no directory")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            pickled = (folder / "adapter_model.bin").exists()
+        if not files[name]:
+            pickled = files["adapter_model.bin"]
             remedy = "; adapter_model.bin is a pickle, which is never read: save as safetensors" if pickled else ""
             raise AdapterError(f"adapter source {source!r}: {folder} has no {name}{remedy}")
     return folder

@@ -50,23 +50,23 @@ class AdapterFitter:
     def read(self, name: str, source: str) -> LoadedAdapter:
         """Read, check and lay out. Raises AdapterError."""
         engine = self._engine
-        try:
-            with torch.inference_mode():
-                found = lora.read(
-                    name,
-                    source,
-                    self._model,
-                    base_dir=self._base_dir,
-                    max_rank=engine.max_adapter_rank,
-                    room=engine.adapter_room,
-                )
+        with torch.inference_mode():
+            found = lora.read(
+                name,
+                source,
+                self._model,
+                base_dir=self._base_dir,
+                max_rank=engine.max_adapter_rank,
+                room=engine.adapter_room,
+            )
+            try:
                 made = (
                     NativeAdapter(found, self._model, self._dtype)
                     if isinstance(self._runner, NativeRunner)
                     else TorchAdapter(found, self._sizes, self._dtype, self._device)
                 )
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise AdapterError(f"adapter {name!r} does not fit in the memory of {self._device}") from error
+            except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+                raise AdapterError(f"adapter {name!r} does not fit in the memory of {self._device}") from error
         return LoadedAdapter(name, found.digest, found.rank, made.bytes, made)
 
     def table(self) -> AdapterTable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "one layer": {"layers_to_transform": [1], "target_modules": ["gate_proj", "o_proj"], "r": 16},
 }
 PROMPTS = [[*range(40, 57), 100 + own, 7] for own in range(3)] + [[5, 5, 6, 5, 8], list(range(90, 121))]
-NEW = 12
+NEW = 8
 BASE: Mapping[str, Any] = {"device": "cpu", "threads": 2, "block_size": 16, "blocks": 64, "dtype": "float32"}
 
 
@@ -57,6 +58,7 @@ def digests(bench: Bench) -> dict[str, str]:
     return {adapter.name: adapter.digest for adapter in bench.model.adapters}
 
 
+@cache
 def alone(models: Path, name: str | None, attention: str) -> list[list[int]]:
     """The answers of the model with ``name`` merged in."""
     source = models / ("base" if name is None else f"{name}-merged")
@@ -205,6 +207,7 @@ def test_broken_files_change_nothing(models: Path, tmp_path: Path) -> None:
     (pickled / "adapter_model.bin").write_bytes(b"")
     cases = {
         str(tmp_path / "nowhere"): "is no directory",
+        "a\0b": "is no directory",
         str(pickled): "pickle, which is never read",
         str(cut): "not a readable safetensors file",
         broken("half", rest): "both halves are needed",

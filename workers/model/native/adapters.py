@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from workers.model.config import ModelConfig
-from workers.model.lora import KINDS, Lora, module_shape
+from workers.model.lora import KINDS, Lora, Pair, module_shape
 from workers.model.native import pack
 from workers.model.native.abi import Lora as Entry
 
 GROUP = pack.LANES
+LINE = 32
+"""Numbers after which the next table begins: whole cache lines."""
 
 
 def low_width(max_rank: int) -> int:
@@ -22,57 +24,61 @@ def low_width(max_rank: int) -> int:
 
 
 class NativeAdapter:
-    """One adapter, packed for one model and type."""
+    """One adapter, packed for one model and type, in one piece of memory."""
 
     def __init__(self, lora: Lora, model: ModelConfig, dtype: torch.dtype) -> None:
-        """Copies what it takes of ``lora``."""
-        self.bytes = 0
-        self._kept: list[Tensor] = []
+        """Copies what it takes of ``lora``. Raises OSError or ValueError where the memory is not there."""
         self._dtype = dtype
-        self.entries = (Entry * (model.layers * len(KINDS)))()
+        packed: dict[int, tuple[int, Tensor, Tensor]] = {}
         for layer in range(model.layers):
             for kind, (name, modules) in enumerate(KINDS.items()):
                 pairs = [lora.pairs.get((layer, module)) for module in modules]
-                if any(pair is not None for pair in pairs):
-                    halves = [(pair.a, pair.b) if pair is not None else None for pair in pairs]
+                if any(pairs):
                     shapes = [module_shape(model, module) for module in modules]
-                    self.entries[layer * len(KINDS) + kind] = self._entry(halves, shapes, name == "gate_up")
+                    packed[layer * len(KINDS) + kind] = self._packed(pairs, shapes, name == "gate_up")
+        self._memory = pack.buffer(
+            sum(_padded(part.numel(), LINE) for _, *two in packed.values() for part in two), dtype
+        )
+        self._used = 0
+        self.bytes = self._memory.nbytes
+        self.entries = (Entry * (model.layers * len(KINDS)))()
+        for index, (rank, a, b) in packed.items():
+            total = a.shape[0] * GROUP
+            self.entries[index] = Entry(a=self._placed(a), b=self._placed(b), rank=rank, total=total)
 
     @property
     def address(self) -> int:
         """Of its first entry."""
         return ctypes.addressof(self.entries)
 
-    def _entry(
-        self, halves: Sequence[tuple[Tensor, Tensor] | None], shapes: Sequence[tuple[int, int]], gated: bool
-    ) -> Entry:
-        """One linear. A part without an update has zeros; all parts have the rank of the highest."""
-        rank = max(len(pair[0]) for pair in halves if pair is not None)
+    def _packed(
+        self, pairs: Sequence[Pair | None], shapes: Sequence[tuple[int, int]], gated: bool
+    ) -> tuple[int, Tensor, Tensor]:
+        """One linear: rank, A, B. A part without an update has zeros; all parts have the rank of the highest."""
+        rank = max(len(pair.a) for pair in pairs if pair is not None)
         rank += rank % 2
-        inner = shapes[0][1]
-        stacked = torch.zeros(_padded(rank * len(halves), GROUP), inner)
-        columns = []
-        for part, (pair, (out, _)) in enumerate(zip(halves, shapes, strict=True)):
-            b = torch.zeros(out, rank)
+        stacked = torch.zeros(_padded(rank * len(pairs), GROUP), shapes[0][1])
+        columns = [torch.zeros(out, rank) for out, _ in shapes]
+        for part, pair in enumerate(pairs):
             if pair is not None:
-                stacked[part * rank : part * rank + len(pair[0])] = pair[0]
-                b[:, : pair[1].shape[1]] = pair[1]
-            columns.append(b)
+                stacked[part * rank : part * rank + len(pair.a)] = pair.a
+                columns[part][:, : pair.b.shape[1]] = pair.b
         up = pack.gated(*columns) if gated else torch.cat(columns)
         up = torch.cat([up, torch.zeros(-len(up) % pack.PANEL, rank)])
-        a, b = self._grouped(stacked), self._grouped(up)
-        return Entry(a=a.data_ptr(), b=b.data_ptr(), rank=rank, total=len(stacked))
+        return rank, self._grouped(stacked), self._grouped(up)
 
     def _grouped(self, weight: Tensor) -> Tensor:
         """[n, k] → [n/16][k/K][16][K], in the adapter's type."""
         n, k = weight.shape
         pair = 2 if self._dtype == torch.bfloat16 else 1
-        made = pack.buffer(n * k, self._dtype)
-        shape = (n // GROUP, k // pair, GROUP, pair)
-        made.view(shape).copy_(weight.view(n // GROUP, GROUP, k // pair, pair).permute(0, 2, 1, 3))
-        self._kept.append(made)
-        self.bytes += made.nbytes
-        return made
+        return weight.to(self._dtype).view(n // GROUP, GROUP, k // pair, pair).permute(0, 2, 1, 3)
+
+    def _placed(self, part: Tensor) -> int:
+        """Copies it to the next line of the memory; its address."""
+        place = self._memory[self._used : self._used + part.numel()]
+        place.view(part.shape).copy_(part)
+        self._used += _padded(part.numel(), LINE)
+        return place.data_ptr()
 
 
 def _padded(count: int, multiple: int) -> int:
