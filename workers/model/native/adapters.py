@@ -63,7 +63,9 @@ class NativeAdapter:
             if pair is not None:
                 stacked[part * rank : part * rank + len(pair.a)] = pair.a
                 columns[part][:, : pair.b.shape[1]] = pair.b
-        up = pack.gated(*columns) if gated else torch.cat(columns)
+        up = torch.cat(columns)
+        if gated:  # 16 columns of gate, then their 16 of up, as the epilogue reads them
+            up = torch.stack([part.view(-1, GROUP, rank) for part in columns], dim=1).view(-1, rank)
         up = torch.cat([up, torch.zeros(-len(up) % pack.PANEL, rank)])
         return rank, self._grouped(stacked), self._grouped(up)
 
