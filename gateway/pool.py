@@ -217,6 +217,7 @@ def _describe(slot: WorkerSlot, now: float) -> dict[str, Any]:
             "pid": hello.pid,
             "metrics_port": hello.metrics_port,
             "device": hello.device,
+            "ranks": hello.ranks,
             "dtype": hello.dtype,
             "model_revision": hello.model_revision,
             "block_size": hello.block_size,

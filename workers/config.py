@@ -91,6 +91,16 @@ class EngineConfig(StrictScalars):
     allocator: Literal["auto", "system", "tcmalloc", "jemalloc"] = "auto"
     """Memory allocator that a local launcher preloads; ``auto``: tcmalloc or jemalloc where one is installed."""
     seed: int = 0
+    tensor_parallel: int = Field(1, ge=1, le=64)
+    """Devices that share each layer: heads, MLP and vocabulary are divided. One process each; CUDA devices from
+    ``device`` on, or so many processes on a CPU. Computes in torch."""
+    pipeline_parallel: int = Field(1, ge=1, le=64)
+    """Groups of ``tensor_parallel`` devices that have some of the layers each, one behind the other."""
+    expert_parallel: bool = False
+    """Experts of a mixture are divided whole among the devices of ``tensor_parallel`` instead of each being cut."""
+    rank_timeout_s: float = Field(20.0, gt=0, le=3600)
+    """A device that the others wait for longer within a step is lost, and the worker ends."""
+
     adapters: tuple[AdapterSource, ...] = ()
     """LoRA adapters that are loaded at start, by name; others can be loaded and dropped while it runs."""
     max_adapters: int = Field(16, ge=1, le=1024)
@@ -117,6 +127,11 @@ class EngineConfig(StrictScalars):
                 raise ValueError(f"two adapters are called {name!r}; give each a name of its own")
         return adapters
 
+    @property
+    def ranks(self) -> int:
+        """Processes that the model is divided among."""
+        return self.tensor_parallel * self.pipeline_parallel
+
     @model_validator(mode="after")
     def _compatible(self) -> Self:
         if len(self.adapters) > self.max_adapters:
@@ -124,6 +139,27 @@ class EngineConfig(StrictScalars):
                 f"adapters names {len(self.adapters)}, max_adapters is {self.max_adapters}: raise it or name fewer"
             )
         techniques.check(self)
+        if self.ranks > 1 and self.attention == "native":
+            name = "tensor_parallel" if self.tensor_parallel > 1 else "pipeline_parallel"
+            raise ValueError(
+                f"attention=native and {name}={getattr(self, name)} exclude each other: the kernel computes a step of "
+                "the whole model in one call; write attention: auto, which takes torch here"
+            )
+        if self.ranks > 1 and self.adapter_room:
+            raise ValueError(
+                f"adapter_memory={self.adapter_room} makes room for adapters, whose factors are not divided among "
+                f"{self.ranks} devices; leave it out, or tensor_parallel and pipeline_parallel"
+            )
+        if self.pipeline_parallel > 1 and self.weight_dtype == "gguf":
+            raise ValueError(
+                f"weight_dtype=gguf reads one file onto one device, and pipeline_parallel={self.pipeline_parallel}; "
+                "write weight_dtype: int8 or int4, which are rounded on each"
+            )
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "expert_parallel=true divides experts among the devices of tensor_parallel, which is 1: set "
+                "tensor_parallel, or leave expert_parallel out"
+            )
         return self
 
 

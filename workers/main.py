@@ -200,7 +200,13 @@ def load_model(options: WorkerOptions) -> ServedModel:
         dtype=loaded.dtype,
         grammars=GrammarDesk(lambda: Vocabulary.load(files.dir, eos=loaded.eos_ids, size=loaded.vocab_size)),
         versions=versions(loaded.attention, loaded.kv_dtype, loaded.weight_dtype),
-        memory=lambda: held(loaded.device, loaded.weight_bytes, loaded.cache_tokens * loaded.kv_bytes_per_token),
+        ranks=loaded.ranks,
+        memory=lambda: held(
+            loaded.device,
+            loaded.weight_bytes,
+            loaded.cache_tokens * loaded.kv_bytes_per_token,
+            options.engine.ranks,
+        ),
         adapters=loaded.adapters,
         read_adapter=loaded.read_adapter,
     )
@@ -219,6 +225,7 @@ def figures(loaded: LoadedModel) -> dict[str, object]:
     return {
         "architecture": loaded.config.architecture,
         "device": loaded.device,
+        "ranks": 1 if loaded.ranks is None else loaded.ranks.alive,
         "dtype": loaded.dtype,
         "attention": loaded.attention,
         **({"attention_passed_over": loaded.fallback} if loaded.fallback else {}),

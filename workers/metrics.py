@@ -39,6 +39,8 @@ class Sources:
     kv_bytes_per_token: int = 0
     adapters: Callable[[], tuple[int, int] | None] = lambda: None
     """How many are loaded, and their bytes; None where the engine takes none."""
+    ranks: Callable[[], int] = lambda: 1
+    """Processes that compute, this one among them."""
 
 
 class _Reader(Collector):
@@ -47,7 +49,7 @@ class _Reader(Collector):
         self._busy = busy
 
     def describe(self) -> Iterable[Metric]:
-        return self._families(WorkerStats(), {}, {}, 0.0, 0, (0, 0))
+        return self._families(WorkerStats(), {}, {}, 0.0, 0, (0, 0), 1)
 
     def collect(self) -> Iterable[Metric]:
         sources = self._sources
@@ -58,6 +60,7 @@ class _Reader(Collector):
             self._busy(),
             sources.kv_bytes_per_token,
             sources.adapters(),
+            sources.ranks(),
         )
 
     @staticmethod
@@ -68,6 +71,7 @@ class _Reader(Collector):
         busy: float,
         per_token: int,
         adapters: tuple[int, int] | None,
+        ranks: int,
     ) -> list[Metric]:
         blocks = GaugeMetricFamily("forebay_engine_kv_blocks", "KV blocks.", labels=["state"])
         for state, count in (
@@ -107,6 +111,7 @@ class _Reader(Collector):
             evicted,
             guesses,
             held,
+            GaugeMetricFamily("forebay_ranks_alive", "Processes that the model is divided among and run.", value=ranks),
             GaugeMetricFamily(
                 "forebay_device_busy_ratio", f"Part of the last {BUSY_WINDOW_S:.0f} s spent in the model.", value=busy
             ),

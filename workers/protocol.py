@@ -309,6 +309,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     versions: dict[str, str] = {}
     upstream: bool = False
     """It takes ``Generate.ask`` and answers with text. It has no engine of ours: no steps, blocks or prefix keys."""
+    ranks: int = 1
+    """Processes that the model is divided among, each with a device of its own."""
     endpoints: list[str] = []
     """Of an upstream: which of ``Ask.endpoint`` it takes. An engine of ours generates, and makes no embeddings."""
     adapters: list[AdapterInfo] = []

@@ -14,6 +14,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from msgspec.structs import replace as with_fields
 
@@ -48,6 +49,19 @@ SWEEP_S = 1.0
 ENGINE_STOP_S = 5.0
 
 
+class Ranks(Protocol):
+    """Processes that compute together, this one among them."""
+
+    @property
+    def alive(self) -> int:
+        """How many run."""
+        ...
+
+    def watch(self, lost: Callable[[], None]) -> None:
+        """Have ``lost`` called, from any thread, when one ends that should not."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model that is ready to run, and what is told about it."""
@@ -66,6 +80,8 @@ class ServedModel:
     versions: Mapping[str, str] = field(default_factory=dict)
     memory: Callable[[], Mapping[str, int]] = dict
     """Bytes by kind, for the metrics."""
+    ranks: Ranks | None = None
+    """The other processes that it is divided among."""
     grammars: Grammars | None = None
     """Compiles grammars for its vocabulary; None: requests with one are refused."""
     adapters: AdapterTable | None = None
@@ -132,6 +148,7 @@ class Station:
     def serve(self, model: ServedModel) -> Hello:
         """Start the engine and greet. Returns what was said. Raises ValueError for a wrong ``OTEL_*`` variable."""
         runs = model.described()
+        ranks = model.ranks
         self._table = table = model.adapters if model.adapters is not None else AdapterTable()
         self._metrics = WorkerMetrics(
             Sources(
@@ -140,6 +157,7 @@ class Station:
                 model.memory,
                 model.kv_bytes_per_token,
                 adapters=lambda: (len(table), table.bytes) if model.adapters is not None else None,
+                ranks=(lambda: 1) if ranks is None else (lambda: ranks.alive),
             ),
             versions=runs,
         )
@@ -168,6 +186,8 @@ class Station:
             model.read_adapter, self._engine.submit, self.server.purged, self._from_engine(self._tell_adapters)
         )
         self._grammars = model.grammars
+        if ranks is not None:
+            ranks.watch(self._from_engine(self.failed.set))
         self._engine.start()
         self._sweeper = asyncio.create_task(self._sweep())
         hello = self._hello = Hello(
@@ -188,6 +208,7 @@ class Station:
             kv_bytes_per_token=model.kv_bytes_per_token,
             versions=dict(model.versions),
             adapters=[told(adapter) for adapter in table],
+            ranks=1 if ranks is None else ranks.alive,
         )
         self.server.ready(hello)
         return hello

@@ -45,6 +45,8 @@ SWITCHES: Sequence[Switch] = (
     Switch("speculation"),
     Switch("adapters"),
     Switch("weight_dtype", exact=False),
+    Switch("tensor_parallel"),
+    Switch("pipeline_parallel"),
 )
 
 REFUSALS: Sequence[Refusal] = (
@@ -53,6 +55,22 @@ REFUSALS: Sequence[Refusal] = (
         "kv_cache_reuse",
         "without a KV cache every step computes everything again, and there is nothing that a guess could save; "
         "remove speculation, or set kv_cache_reuse: true",
+    ),
+    Refusal(
+        "weight_dtype",
+        "tensor_parallel",
+        "the groups of a quantised matrix do not end where its parts do; leave one of them out, or divide by layers "
+        "with pipeline_parallel",
+    ),
+    Refusal(
+        "adapters",
+        "pipeline_parallel",
+        "an adapter's factors are not divided among devices; leave adapters or pipeline_parallel out",
+    ),
+    Refusal(
+        "adapters",
+        "tensor_parallel",
+        "an adapter's factors are not divided among devices; leave adapters or tensor_parallel out",
     ),
 )
 

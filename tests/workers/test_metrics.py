@@ -40,7 +40,9 @@ def test_a_scrape_shows_the_engine() -> None:
         free_blocks=5, cached_blocks=6, used_blocks=7, running=3, waiting=2, preemptions=4, hit_tokens=80,
         query_tokens=100, drafts_accepted=12, drafts_rejected=13,
     )  # fmt: skip
-    metrics = WorkerMetrics(Sources(lambda: stats, lambda: {"lru": 9}, lambda: {"weights": 10, "kv": 20}, 36))
+    metrics = WorkerMetrics(
+        Sources(lambda: stats, lambda: {"lru": 9}, lambda: {"weights": 10, "kv": 20}, 36, ranks=lambda: 2)
+    )
     metrics.step(tracing.step(1, 10**18, ["a", "b"], took_ns=30_000_000))
     port, stop = metrics.serve()
     try:
@@ -48,6 +50,7 @@ def test_a_scrape_shows_the_engine() -> None:
     finally:
         stop()
     assert found["forebay_engine_running"] == 3
+    assert found["forebay_ranks_alive"] == 2
     assert found["forebay_engine_waiting"] == 2
     assert [found[f"forebay_engine_kv_blocks,state={state}"] for state in ("free", "cached", "used")] == [5, 6, 7]
     assert found["forebay_engine_kv_bytes_per_token"] == 36

@@ -6,8 +6,8 @@ Rules
 - One ``on_outputs`` per step. Callbacks run on the engine thread; they must be quick and must not raise.
 - A runner that raises costs the requests it concerns, never the worker: out of memory the youngest request of the
   step, ``SequenceFault`` those it names, anything else all of the step. They are not tried again, so no request can
-  poison the worker twice. ``MAX_FAILURES`` steps failed in a row: the device is lost, ``on_fatal`` is called, the loop
-  ends.
+  poison the worker twice. ``MAX_FAILURES`` steps failed in a row, or ``RunnerGoneError``: the device is lost,
+  ``on_fatal`` is called, the loop ends.
 - Every sequence gets its last output exactly once, also when the engine stops.
 - A request with a grammar waits in ``compiling.py`` until it is compiled elsewhere; what its tokens allow next is
   worked out elsewhere too, while the next step runs (``constraint.py``).
@@ -29,7 +29,7 @@ from workers.engine.compiling import Compiling, Pending, Ready
 from workers.engine.constraint import Grammars
 from workers.engine.device_time import DeviceTime
 from workers.engine.outputs import last_output
-from workers.engine.plan import Runner, SequenceFault, StepPlan, StepResult
+from workers.engine.plan import Runner, RunnerGoneError, SequenceFault, StepPlan, StepResult
 from workers.engine.planner import Planner
 from workers.engine.purge import PurgeTicket
 from workers.engine.record import SequenceRecord, StepRecord
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunnerLostError(RuntimeError):
-    """The runner failed too many steps in a row; the last failure is its cause."""
+    """The runner failed too many steps in a row, or says that it is gone; the last failure is its cause."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -237,6 +237,8 @@ class Engine:
 
     def _failed(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
         """Fail whom it concerns. Raises RunnerLostError when the runner keeps failing."""
+        if isinstance(error, RunnerGoneError):
+            raise RunnerLostError(str(error)) from error
         self._failures += 1
         if is_out_of_memory(error):
             youngest = max(plan.chunks, key=lambda chunk: chunk.sequence.arrival, default=None)

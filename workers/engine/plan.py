@@ -89,6 +89,10 @@ class SequenceFault(Exception):  # noqa: N818 - a fault of some sequences, not o
         self.sequences = sequences
 
 
+class RunnerGoneError(Exception):
+    """Raised by a runner that can never run a step again (one of its processes ended): the engine ends at once."""
+
+
 class Runner(Protocol):
     """Runs a plan on a device; the simulator's runner only computes how long it would take."""
 

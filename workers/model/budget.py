@@ -82,18 +82,23 @@ def divide(
     context: int,
     beside: Beside = Beside(),
     weights: int | None = None,
+    *,
+    share: int = 1,
+    sampled: int | None = None,
 ) -> Budget:
     """Plan a worker's memory. ``context``: most tokens of a sequence. ``weights``: their bytes, where they are known.
+    ``share``: processes that divide the device. ``sampled``: logits of each row that samples here; None: the model's
+    vocabulary.
 
     Raises KvCacheSizeError for a cache of fewer than two blocks, and on CUDA for what does not fit.
     """
-    free = free_bytes(device)
+    free = free_bytes(device) // share
     margin = int(free * engine.memory_margin)
     if weights is None:
         weights = weight_bytes(model, dtype.itemsize, engine.weight_dtype)
     weights += beside.weights
     rows = engine.max_step_tokens
-    activations = activation_bytes(model, engine, dtype.itemsize)
+    activations = activation_bytes(model, engine, dtype.itemsize, model.vocab if sampled is None else sampled)
     buffers = CUDA_BUFFERS if device.type == "cuda" else CPU_BUFFERS
     buffers += context * model.head_dim * dtype.itemsize + rows * 64
     per_token = kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, dtype.itemsize, engine.kv_dtype)
@@ -140,18 +145,19 @@ def _mlp_weights(model: ModelConfig) -> int:
     plain = 3 * hidden * model.intermediate + (2 * model.intermediate + hidden) * model.mlp_bias
     if moe is None:
         return model.layers * plain
-    mixed = moe.experts * (hidden + 3 * hidden * moe.intermediate) + hidden * (3 * moe.shared + (moe.shared > 0))
+    held = moe.experts if moe.held is None else len(moe.held)
+    mixed = hidden * moe.experts + 3 * held * hidden * moe.intermediate + hidden * (3 * moe.shared + (moe.shared > 0))
     return len(moe.dense) * plain + (model.layers - len(moe.dense)) * mixed
 
 
-def activation_bytes(model: ModelConfig, engine: EngineConfig, width: int) -> int:
+def activation_bytes(model: ModelConfig, engine: EngineConfig, width: int, sampled: int) -> int:
     """What the widest layer and the sampler hold of a full step at once."""
     rows = engine.max_step_tokens
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     inner = model.intermediate if model.moe is None else model.moe.per_token * model.moe.intermediate + model.moe.shared
     layer = rows * width * (3 * model.hidden + max(2 * heads, 4 * max(inner, model.intermediate)))
     running = rows if engine.max_running == "auto" else engine.max_running
-    return layer + min(rows, running) * model.vocab * SAMPLED_BYTES
+    return layer + min(rows, running) * sampled * SAMPLED_BYTES
 
 
 def free_bytes(device: torch.device) -> int:

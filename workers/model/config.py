@@ -38,6 +38,8 @@ class MoeConfig:
     """Intermediate size of an expert that every token also goes to, 0 = none."""
     dense: frozenset[int] = frozenset()
     """Layers with a plain MLP instead."""
+    held: range | None = None
+    """The experts that are here, where the others are on other devices; None = all."""
 
 
 @dataclass(frozen=True, slots=True)

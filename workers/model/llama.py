@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from workers.model import rope
 from workers.model.config import ModelConfig
 from workers.model.deltas import Deltas
+from workers.model.parallel.place import ALONE, Place
 from workers.model.quant.linear import QuantisedLinear
 from workers.model.quant.matrix import Quantised
 from workers.model.weights import LayerWeights, Weights
@@ -71,9 +72,9 @@ class GatedMlp(nn.Module):
 class LlamaLayer(nn.Module):
     """One block: attention, then the gated MLP, each behind a norm and added to its input."""
 
-    def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, index: int, weights: Weights, place: Place = ALONE) -> None:
         super().__init__()
-        self._config, self._index = config, index
+        self._config, self._index, self._place = config, index, place
         hidden, head_dim = config.hidden, config.head_dim
         query, key = config.heads * head_dim, config.kv_heads * head_dim
         take = LayerWeights(weights, index)
@@ -99,9 +100,10 @@ class LlamaLayer(nn.Module):
             turned = torch.cat((queries, keys), dim=1)
         turned = rope.rotate(turned, cos, sin)
         queries, keys = turned[:, : config.heads], turned[:, config.heads :]
-        x = x + adapted(self.output, "output", attend(index, queries, keys, parts[:, both:]), deltas, index)
+        add = self._place.add
+        x = x + add(adapted(self.output, "output", attend(index, queries, keys, parts[:, both:]), deltas, index))
         normed = rms_norm(x, (config.hidden,), self.post_norm, config.rms_eps)
-        result: Tensor = x + (self.mlp(normed) if deltas is None else self.mlp(normed, deltas, index))
+        result: Tensor = x + add(self.mlp(normed) if deltas is None else self.mlp(normed, deltas, index))
         return result
 
     def _mlp(self, config: ModelConfig, index: int, take: LayerWeights) -> nn.Module:
@@ -115,36 +117,48 @@ class LlamaDecoder(nn.Module):
     layer: type[LlamaLayer] = LlamaLayer
     """What it is made of."""
     takes_adapters = True
+    splits = True
+    """It can be a part of a model (``config`` is the part's) that runs with others': it takes ``place``."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_context: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, max_context: int, place: Place = ALONE) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = weights.matrix("model.embed_tokens.weight", (config.vocab, config.hidden))
-        self.layers = nn.ModuleList(self.layer(config, index, weights) for index in range(config.layers))
-        self.norm = weights.take("model.norm.weight", (config.hidden,))
-        head = self.embedding if config.tied else weights.matrix("lm_head.weight", (config.vocab, config.hidden))
-        self.head = linear(head)
+        self.config, self._place = config, place
+        vocabulary = (config.vocab, config.hidden)
+        embedded = place.first or (place.last and config.tied)
+        self.embedding = weights.matrix("model.embed_tokens.weight", vocabulary) if embedded else None
+        self.layers = nn.ModuleList(self.layer(config, index, weights, place) for index in range(config.layers))
+        self.norm = weights.take("model.norm.weight", (config.hidden,)) if place.last else None
+        head = self.embedding if config.tied or not place.last else weights.matrix("lm_head.weight", vocabulary)
+        self.head = linear(head) if place.last and head is not None else None
+        like = self.layers[0].input_norm
+        assert isinstance(like, Tensor)
         cos, sin = rope.table(config.rope, config.head_dim, max_context)
-        self._cos, self._sin = (part.to(self.norm.device, self.norm.dtype)[:, None] for part in (cos, sin))
+        self._cos, self._sin = (part.to(like.device, like.dtype)[:, None] for part in (cos, sin))
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attention, rows: Tensor, deltas: Deltas | None = None
     ) -> Tensor:
         """tokens and positions int64 [rows] → fp32 logits [len(rows wanted), vocab] of the rows that sample."""
-        x = self._embedded(tokens)
+        place = self._place
+        x = self._embedded(tokens) if place.first else place.receive((len(tokens), self.config.hidden), self._cos)
         cos, sin = self._cos[positions], self._sin[positions]
         for layer in self.layers:
             x = layer(x, cos, sin, attend, deltas)
+        if not place.last:
+            place.send(x)
         if not len(rows):
             return x.new_empty(0, self.config.vocab, dtype=torch.float32)
-        last = rms_norm(x[rows], (self.config.hidden,), self.norm, self.config.rms_eps)
-        logits: Tensor = self.head(last)
-        return logits.float()
+        logits: Tensor | None = None
+        if self.head is not None:
+            last = rms_norm(x[rows], (self.config.hidden,), self.norm, self.config.rms_eps)
+            logits = self.head(last).float()
+        return place.gather(logits, len(rows))
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if isinstance(self.embedding, Quantised):
-            return self.embedding.rows(lambda part: part[tokens]).dense(self.norm.dtype)
-        return embedding(tokens, self.embedding)
+            return self.embedding.rows(lambda part: part[tokens]).dense(self._cos.dtype)
+        assert self.embedding is not None
+        return self._place.embed(tokens, self.embedding)
 
     def weight_bytes(self) -> int:
         """Bytes of all weights; a tied head counts once."""
@@ -157,5 +171,7 @@ class LlamaDecoder(nn.Module):
         return sum({part.data_ptr(): part.nbytes for part in parts if part is not None}.values())
 
 
-def _tensors(weight: Tensor | Quantised) -> tuple[Tensor, ...]:
+def _tensors(weight: Tensor | Quantised | None) -> tuple[Tensor, ...]:
+    if weight is None:
+        return ()
     return weight.tensors() if isinstance(weight, Quantised) else (weight,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +24,8 @@ from workers.model.native.adapters import low_width
 from workers.model.native.build import NativeUnavailableError
 from workers.model.native.decoder import NativeCache, NativeDecoder, unsupported
 from workers.model.native.runner import NativeRunner
+from workers.model.parallel.ranks import Ranks
+from workers.model.parallel.spread import Spread, spread
 from workers.model.quant.scheme import none_quantised, rounding
 from workers.model.quant.source import as_it_lies, open_gguf
 from workers.model.registry import BUILTIN, architecture
@@ -67,6 +69,8 @@ class LoadedModel:
     """(name, source) → an adapter that ``adapters`` may install. Any thread. Raises AdapterError."""
     fallback: str | None = None
     """Why ``auto`` did not take what it would rather have: the native kernel on a CPU, FlashInfer or Triton on CUDA."""
+    ranks: Ranks | None = None
+    """The other processes of a model on several devices."""
 
     @property
     def cache_tokens(self) -> int:
@@ -134,29 +138,14 @@ def load(
             f"engine.max_context: {config.window} or less (now {max_context})"
         )
     draft = Draft.find(engine, files.dir, config, base_dir=base_dir, cache=cache, progress=progress)
-    with opened, torch.no_grad():
-        beside = draft.beside(engine, dtype) if draft is not None else Beside()
-        keep = engine.weight_dtype == "gguf"
-        known = opened.kept_bytes(dtype.itemsize) if keep and isinstance(opened, GgufSource) else None
-        budget = divide(config, engine, device, dtype, max_context, beside, known)
-        blocks = budget.blocks
-        target = architectures.get(config.architecture)
-        reason = _why_not_native(engine, config, target, dtype, device)
-        fewer = rounding(engine.weight_dtype)
-        weights, made = Weights(opened, dtype, device, fresh=False, rounding=fewer, keep=keep), None
-        if reason is None:
-            try:
-                made = _native(engine, config, weights, max_context, blocks, dtype)
-            except NativeUnavailableError as error:
-                reason = str(error)
-        if made is None and engine.attention == "native":
-            raise ValueError(f"engine.attention=native cannot be used: {reason}; auto takes what runs")
-        if made is None:
-            weights = Weights(opened, dtype, device, rounding=fewer, keep=keep)
-            made = _torch(engine, config, weights, max_context, blocks, dtype, device, architectures)
-        weights.close(frozenset({"lm_head.weight"} if config.tied else ()))
-        if engine.weight_dtype != "auto" and not weights.quantised:
-            raise ValueError(none_quantised(engine.weight_dtype, config.architecture))
+    beside = draft.beside(engine, dtype) if draft is not None else Beside()
+    if engine.ranks == 1:
+        made = _alone(engine, config, opened, max_context, dtype, device, architectures, beside)
+    elif straight:
+        raise ValueError("a GGUF file is not read straight onto several devices; let it be unpacked")
+    else:
+        target = architectures.get(config.architecture, "")
+        made = _several(spread(config, files.dir, engine, target, max_context, dtype, device, beside), device)
     fitter = AdapterFitter(config, engine, made.runner, dtype, device, base_dir) if engine.adapter_room else None
     model = LoadedModel(
         runner=made.runner,
@@ -164,7 +153,7 @@ def load(
         eos_ids=config.eos_ids,
         vocab_size=config.vocab,
         max_context=max_context,
-        blocks=blocks,
+        blocks=made.budget.blocks,
         block_size=engine.block_size,
         weight_bytes=made.weight_bytes,
         kv_bytes_per_token=made.runner.cache.bytes_per_token,
@@ -173,13 +162,14 @@ def load(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         attention=made.attention,
-        budget=budget,
+        budget=made.budget,
         kv_dtype=str(dtype).removeprefix("torch.") if engine.kv_dtype == "auto" else engine.kv_dtype,
         weight_dtype=str(dtype).removeprefix("torch.") if engine.weight_dtype == "auto" else engine.weight_dtype,
         device_name=device_name(device),
         adapters=fitter.table() if fitter is not None else None,
         read_adapter=fitter.read if fitter is not None else None,
-        fallback=(made.passed_over if device.type != "cpu" else reason) if engine.attention == "auto" else None,
+        fallback=made.passed_over if engine.attention == "auto" else None,
+        ranks=made.ranks,
     )
     if draft is None:
         return model
@@ -191,7 +181,49 @@ class _Made:
     runner: TorchRunner | NativeRunner
     weight_bytes: int
     attention: str
+    budget: Budget
     passed_over: str | None = None
+    ranks: Ranks | None = None
+
+
+def _alone(
+    engine: EngineConfig,
+    config: ModelConfig,
+    opened: SafetensorsSource | GgufSource,
+    max_context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    architectures: Mapping[str, str],
+    beside: Beside,
+) -> _Made:
+    """On one device: in the kernel where it can, else in torch."""
+    with opened, torch.no_grad():
+        keep = engine.weight_dtype == "gguf"
+        known = opened.kept_bytes(dtype.itemsize) if keep and isinstance(opened, GgufSource) else None
+        budget = divide(config, engine, device, dtype, max_context, beside, known)
+        reason = _why_not_native(engine, config, architectures.get(config.architecture), dtype, device)
+        fewer = rounding(engine.weight_dtype)
+        weights, made = Weights(opened, dtype, device, fresh=False, rounding=fewer, keep=keep), None
+        if reason is None:
+            try:
+                made = _native(engine, config, weights, max_context, budget, dtype)
+            except NativeUnavailableError as error:
+                reason = str(error)
+        if made is None and engine.attention == "native":
+            raise ValueError(f"engine.attention=native cannot be used: {reason}; auto takes what runs")
+        if made is None:
+            weights = Weights(opened, dtype, device, rounding=fewer, keep=keep)
+            made = _torch(engine, config, weights, max_context, budget, dtype, device, architectures)
+        weights.close(frozenset({"lm_head.weight"} if config.tied else ()))
+        if engine.weight_dtype != "auto" and not weights.quantised:
+            raise ValueError(none_quantised(engine.weight_dtype, config.architecture))
+    return replace(made, passed_over=reason) if device.type == "cpu" else made
+
+
+def _several(made: Spread, device: torch.device) -> _Made:
+    """On several."""
+    passed = made.passed_over if device.type != "cpu" else ("several devices run in torch only",)
+    return _Made(made.runner, made.weight_bytes, made.attention, made.budget, "; ".join(passed) or None, made.ranks)
 
 
 def _why_not_native(
@@ -205,12 +237,12 @@ def _why_not_native(
 
 
 def _native(
-    engine: EngineConfig, config: ModelConfig, weights: Weights, max_context: int, blocks: int, dtype: torch.dtype
+    engine: EngineConfig, config: ModelConfig, weights: Weights, max_context: int, budget: Budget, dtype: torch.dtype
 ) -> _Made:
-    cache = NativeCache(config, blocks, engine.block_size, dtype, engine.kv_dtype)
+    cache = NativeCache(config, budget.blocks, engine.block_size, dtype, engine.kv_dtype)
     low = low_width(engine.max_adapter_rank) if engine.adapter_room else 0
     decoder = NativeDecoder(config, weights, max_context, cache, dtype, torch.get_num_threads(), low_width=low)
-    return _Made(NativeRunner(decoder, cache), decoder.weight_bytes(), f"native ({decoder.isa})")
+    return _Made(NativeRunner(decoder, cache), decoder.weight_bytes(), f"native ({decoder.isa})", budget)
 
 
 def _torch(
@@ -218,7 +250,7 @@ def _torch(
     config: ModelConfig,
     weights: Weights,
     max_context: int,
-    blocks: int,
+    budget: Budget,
     dtype: torch.dtype,
     device: torch.device,
     architectures: Mapping[str, str],
@@ -230,7 +262,8 @@ def _torch(
     # Which experts have rows is asked of the device in every step, which no recording does.
     able = hasattr(attention, "hold") and config.moe is None
     recorded = device.type == "cuda" and engine.cuda_graphs and able
-    cache = make_cache(config, blocks, engine.block_size, dtype, device, kv_dtype=engine.kv_dtype, scratch=recorded)
+    size = engine.block_size
+    cache = make_cache(config, budget.blocks, size, dtype, device, kv_dtype=engine.kv_dtype, scratch=recorded)
     graphs = None
     if recorded:
         most = min(
@@ -251,7 +284,7 @@ def _torch(
     if device.type == "cuda":
         runner.warm_up()
     name = f"{attention.name}, recorded up to {graphs.most} rows" if graphs is not None else attention.name
-    return _Made(runner, decoder.weight_bytes(), name, "; ".join(chosen.passed_over) or None)
+    return _Made(runner, decoder.weight_bytes(), name, budget, "; ".join(chosen.passed_over) or None)
 
 
 def pick_device(wanted: str) -> torch.device:

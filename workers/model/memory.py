@@ -7,15 +7,17 @@ import os
 import torch
 
 
-def held(device: str, weights: int, kv: int) -> dict[str, int]:
+def held(device: str, weights: int, kv: int, ranks: int = 1) -> dict[str, int]:
     """Bytes by kind: ``weights`` and ``kv`` as given; ``free``; on CUDA ``activations``, all that PyTorch keeps beside.
+
+    ``ranks``: devices that share weights, keys and values; ``free`` and ``activations`` are of the first.
 
     On a CPU activations come and go in the process's heap, where nothing tells them from the rest.
     """
     found = {"weights": weights, "kv": kv}
     if device.startswith("cuda"):
         found["free"] = torch.cuda.mem_get_info(torch.device(device))[0]
-        found["activations"] = max(0, torch.cuda.memory_reserved(torch.device(device)) - weights - kv)
+        found["activations"] = max(0, torch.cuda.memory_reserved(torch.device(device)) - (weights + kv) // ranks)
     else:
         found["free"] = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return found

@@ -21,7 +21,10 @@ QWEN = ("gate_proj", "up_proj", "down_proj")
 
 
 class Experts(nn.Module):
-    """Router, experts, and the expert that all tokens share where there is one."""
+    """Router, experts, and the expert that all tokens share where there is one.
+
+    Where experts are on other devices (``MoeConfig.held``) the output is what those here add to the sum.
+    """
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, take: LayerWeights) -> None:
         super().__init__()
@@ -29,9 +32,9 @@ class Experts(nn.Module):
         prefix, names = ("block_sparse_moe", MIXTRAL) if mixtral else ("mlp", QWEN)
         self._moe = moe
         self.router = linear(take.weight(f"{prefix}.gate", moe.experts, hidden))
+        self._held = range(moe.experts) if moe.held is None else moe.held
         self.experts = nn.ModuleList(
-            GatedMlp(take, f"{prefix}.experts.{index}", hidden, moe.intermediate, names=names)
-            for index in range(moe.experts)
+            GatedMlp(take, f"{prefix}.experts.{index}", hidden, moe.intermediate, names=names) for index in self._held
         )
         self.shared = GatedMlp(take, f"{prefix}.shared_expert", hidden, moe.shared) if moe.shared else None
         self.shared_gate = linear(take.weight(f"{prefix}.shared_expert_gate", 1, hidden)) if moe.shared else None
@@ -43,7 +46,9 @@ class Experts(nn.Module):
         rows = torch.arange(len(x), device=x.device).repeat_interleave(self._moe.per_token)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self._moe.experts).tolist()
-        for expert, places in zip(self.experts, torch.split(order, counts), strict=True):
+        groups = torch.split(order, counts)
+        for expert, index in zip(self.experts, self._held, strict=True):
+            places = groups[index]
             if len(places):
                 own = rows[places]
                 output.index_add_(0, own, expert(x[own]) * weights.flatten()[places, None])

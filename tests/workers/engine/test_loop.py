@@ -12,7 +12,7 @@ import pytest
 from tests.workers.engine.drive import request
 from workers.config import EngineConfig
 from workers.engine.loop import Engine, RunnerLostError, is_out_of_memory
-from workers.engine.plan import SequenceFault, StepPlan, StepResult
+from workers.engine.plan import RunnerGoneError, SequenceFault, StepPlan, StepResult
 from workers.engine.record import SequenceRecord, StepRecord
 from workers.engine.testing import FakeRunner, solo
 from workers.protocol import Cancel, Drain, Generate, Purge, Purged, SequenceOutput, StepOutputs
@@ -344,6 +344,16 @@ def test_stop_ends_what_is_unfinished() -> None:
     assert set(ends) == {("q", 0), ("q", 1)}
     assert {last.finish for last in ends.values()} <= {"error", "length"}
     assert len(bench.engine.planner) == 0
+
+
+def test_a_runner_that_is_gone_is_fatal_at_once() -> None:
+    """A rank of several devices ended: whatever ran gets no made-up answer, and nothing is tried again."""
+    bench = Bench(max_running=1)
+    bench.runner.fault = lambda plan: RunnerGoneError("rank 1 ended")
+    bench.submit(request("q", 4, 4))
+    with pytest.raises(RunnerLostError, match="rank 1 ended"):
+        bench.run()
+    assert bench.last() == {}
 
 
 def test_stop_without_a_thread() -> None:

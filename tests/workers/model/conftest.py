@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.workers.model.matrix import Models
+from tests.workers.model.parallel.threads import ranks_as_threads
 from workers.model_store import ModelFiles, resolve
+
+__all__ = ["ranks_as_threads"]
 
 CUT_LAYERS, CUT_VOCAB = 2, 4096
 

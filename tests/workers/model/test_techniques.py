@@ -20,6 +20,8 @@ from workers.config import EngineConfig
 from workers.protocol import Generate
 from workers.techniques import SWITCHES
 
+pytestmark = pytest.mark.usefixtures("ranks_as_threads")
+
 EXAMPLES: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
     "attention": lambda folder: {"attention": "batched"},
     "mode": lambda folder: {"mode": "static"},
@@ -31,6 +33,8 @@ EXAMPLES: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
     "kv_dtype": lambda folder: {"kv_dtype": "int8"},
     "speculation": lambda folder: {"speculation": {"method": "ngram", "ngram_min": 1}},
     "weight_dtype": lambda folder: {"weight_dtype": "int4"},
+    "tensor_parallel": lambda folder: {"tensor_parallel": 2},
+    "pipeline_parallel": lambda folder: {"pipeline_parallel": 2},
 }
 """The smallest setting of each switch that turns it on. ``folder`` may hold what it names; it is the pair's own."""
 BASE: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "block_size": 16, "blocks": 11}
@@ -57,6 +61,8 @@ def crowd(source: Path, engine: EngineConfig) -> list[list[int]]:
     found = bench.run(requests, stagger=1) + bench.run([Generate("again", PROMPTS[0], NEW_TOKENS, GREEDY)])
     pool = bench.engine.planner.pool
     assert pool.used == 0
+    if bench.model.ranks is not None:
+        bench.model.ranks.close()
     return [one.tokens for one in found]
 
 
