@@ -26,10 +26,15 @@ MIN_FREE_BYTES = 2**30
 # In a process of its own: the gateway's side never imports torch, and a broken driver must not end the doctor.
 _DEVICES = """
 import json, torch
+from torch import distributed
+spoken = {}
+if distributed.is_available():
+    spoken = {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
 print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(),
-                  "gpus": [[g.name, g.total_memory] for g in gpus], "mkldnn": torch.backends.mkldnn.is_available()}))
+                  "gpus": [[g.name, g.total_memory] for g in gpus], "mkldnn": torch.backends.mkldnn.is_available(),
+                  "between": spoken}))
 """
 
 
@@ -121,6 +126,7 @@ def devices() -> Iterator[Finding]:
         yield Finding("fail", "torch", f"cannot be loaded: {' '.join(last)}")
         return
     yield Finding("ok", "device cpu", f"{found['threads']} threads, torch {found['torch']}, oneDNN {found['mkldnn']}")
+    yield _between(found["between"], len(found["gpus"]))
     for index, (name, memory) in enumerate(found["gpus"]):
         yield Finding("ok", f"device cuda:{index}", f"{name}, {memory / 2**30:.0f} GiB, CUDA {found['cuda']}")
     if not found["gpus"]:
@@ -130,6 +136,14 @@ def devices() -> Iterator[Finding]:
     there = ", ".join(f"{name} {version}" for name, version in kernels.items() if version)
     lacking = "neither flashinfer-python nor triton: attention runs in PyTorch; pip install 'forebay[gpu]'"
     yield Finding("ok" if there else "note", "GPU kernels", there or lacking)
+
+
+def _between(backends: dict[str, bool], gpus: int) -> Finding:
+    """What ``engine.tensor_parallel`` and ``pipeline_parallel`` would have to speak with."""
+    wanted = "nccl" if gpus > 1 else "gloo"
+    there = ", ".join(name for name, is_there in backends.items() if is_there) or "none"
+    detail = f"torch.distributed: {there}; {max(1, gpus)} device(s), on a CPU any number of processes"
+    return Finding("ok" if backends.get(wanted) else "note", "several devices", detail)
 
 
 def compiler() -> Iterator[Finding]:

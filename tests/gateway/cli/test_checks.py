@@ -65,12 +65,25 @@ def test_a_damaged_kernel_fails_and_names_the_file(monkeypatch: pytest.MonkeyPat
 def test_kernels_for_a_gpu(there: dict[str, str], status: str, detail: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said where PyTorch sees a GPU; the probe is replaced by what such a machine would print."""
     told = {"torch": "2.13.0", "cuda": "13.0", "threads": 2, "gpus": [["a GPU", 2**34]], "mkldnn": True}
+    told["between"] = {"gloo": True, "nccl": False}
     monkeypatch.setattr(checks, "_DEVICES", f"print({json.dumps(json.dumps(told))})")
     monkeypatch.setattr(checks, "_installed", there.get)
     found = {finding.what: finding for finding in checks.devices()}
     assert found["device cuda:0"].status == "ok"
+    assert (found["several devices"].status, found["several devices"].detail.split(";")[0]) == (
+        "ok",
+        "torch.distributed: gloo",
+    )
     assert found["GPU kernels"].status == status
     assert found["GPU kernels"].detail.startswith(detail)
+
+
+@pytest.mark.parametrize(
+    ("backends", "gpus", "status"),
+    [({"gloo": True}, 0, "ok"), ({"gloo": True}, 2, "note"), ({"gloo": True, "nccl": True}, 2, "ok"), ({}, 0, "note")],
+)
+def test_what_several_devices_would_speak_with(backends: dict[str, bool], gpus: int, status: str) -> None:
+    assert checks._between(backends, gpus).status == status
 
 
 def test_looking_at_the_kernel_loads_no_torch() -> None:

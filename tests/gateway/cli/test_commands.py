@@ -176,6 +176,7 @@ def test_doctor_finds_this_tree_in_order(tmp_path: Path) -> None:
     assert {
         "python",
         "device cpu",
+        "several devices",
         "C++ compiler",
         "native kernel",
         "cache",
