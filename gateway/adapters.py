@@ -168,6 +168,8 @@ class Adapters:
             if failed:
                 for digest in {info.digest for info in infos}:
                     self._let_go(model, digest)
+                if old is None:  # one that had not answered yet may say hello with it
+                    self._dropped.add((model, name))
                 handle, failure = failed[0]
                 raise AdapterRefusedError(failure.status, f"{handle.name}: {failure.why}", "source")
             info = infos[0]

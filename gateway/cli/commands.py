@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from gateway.cli import (
+    adapters,
     audit,
     bench,
     cache,
@@ -36,6 +37,7 @@ worker.register(app)
 token.register(app)
 config.register(app)
 cache.register(app)
+adapters.register(app)
 plugins.register(app)
 doctor.register(app)
 model.register(app)

@@ -136,6 +136,9 @@ def _check(fields: Mapping[str, Any], where: str) -> None:
             f"{where}: init_lora_weights={start!r} changes the base weights too: save the adapter converted to plain "
             "LoRA (PEFT: path_initial_model_for_weight_conversion)"
         )
+    for name, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("layers_to_transform", int | list)):
+        if fields.get(name) is not None and not isinstance(fields[name], kind):
+            raise AdapterError(f"{where}: {name}={fields[name]!r} is not of the form that PEFT writes")
     for name, value in fields.items():
         if value and name not in _READ | _HARMLESS and name not in ("modules_to_save", "use_dora"):
             raise AdapterError(f"{where}: {name}={value!r} is not supported")
@@ -155,7 +158,10 @@ def _pairs(
         layer = int(match[1])
         if layer >= model.layers:
             raise AdapterError(f"{file}: {name!r} is of layer {layer}; this model has {model.layers} layers")
-        halves.setdefault((layer, match[2]), {})[match[3]] = tensor
+        found = halves.setdefault((layer, match[2]), {})
+        if match[3] in found:
+            raise AdapterError(f"{file}: {name!r} is there twice, under two names; keep one adapter in a file")
+        found[match[3]] = tensor
     if not halves:
         raise AdapterError(f"{file} holds no tensors")
     for (layer, module), found in sorted(halves.items()):
@@ -178,6 +184,7 @@ def _pair(
     rank = _figure(fields, "r", "rank_pattern", layer, module, here)
     alpha = _figure(fields, "lora_alpha", "alpha_pattern", layer, module, here)
     out, inner = module_shape(model, module)
+    pair = []
     for half, tensor, shape in (("A", a, (rank, inner)), ("B", b, (out, rank))):
         if not tensor.is_floating_point():
             raise AdapterError(f"{here}.lora_{half} has type {tensor.dtype}; floating point is needed")
@@ -186,12 +193,13 @@ def _pair(
                 f"{here}.lora_{half} has shape {list(tensor.shape)}; for r={rank} and this model it must be "
                 f"{list(shape)}: is the adapter of another model?"
             )
-        if not bool(torch.isfinite(tensor).all()):
+        pair.append(tensor.to(torch.float32, copy=True))
+        if not bool(torch.isfinite(pair[-1]).all()):
             raise AdapterError(f"{here}.lora_{half} holds numbers that are not finite")
     if rank > max_rank:
         raise AdapterError(f"{here} has rank {rank}; engine.max_adapter_rank={max_rank}: raise it")
     scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
-    return Pair(a.to(torch.float32, copy=True), b.to(torch.float32) * scale)
+    return Pair(pair[0], pair[1] * scale)
 
 
 def _figure(fields: Mapping[str, Any], name: str, pattern: str, layer: int, module: str, here: str) -> int:
@@ -204,9 +212,10 @@ def _figure(fields: Mapping[str, Any], name: str, pattern: str, layer: int, modu
                 break
         except re.error as error:
             raise AdapterError(f"{here}: {pattern}: {key!r} is no regular expression: {error}") from error
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or (name == "r" and value % 1):
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value <= 0 or (name == "r" and value % 1):
         raise AdapterError(f"{here}: {name}={value!r} must be a positive {'whole ' if name == 'r' else ''}number")
-    return int(value) if name == "r" else value  # type: ignore[return-value]
+    return int(value) if name == "r" else value
 
 
 def _complete(
