@@ -34,6 +34,8 @@ class Flight:
     load: Load
     last_token_at: dict[int, float] = field(default_factory=dict)
     """By choice."""
+    longest_gap: float = 0.0
+    """Seconds between two tokens of a choice."""
 
     @property
     def produced(self) -> int:

@@ -168,6 +168,14 @@ class Room:
             return True
         return self.line > 0 and choices <= self.slots + MAX_WAITING
 
+    def might(self, least: Job) -> bool:
+        """Whether any job could go there that asks for what ``least`` does or more: a longer prompt, more choices."""
+        if not takes(self.reported, least):
+            return False
+        if self.idle:
+            return True
+        return (self.stale or self._need(least, 1) <= self.blocks) and (self._starts(1) or self.line > 0)
+
     def take(self, job: Job, choices: int, *, suspect: bool) -> None:
         """``job`` was sent there."""
         if self._starts(choices):
@@ -204,7 +212,8 @@ def fill(
 
     ``send(dispatch, rooms)`` picks one of the rooms, sends, and updates it (``take``) or removes it from the list.
     ``may``: what else has to hold for a job in a room (``pool_roles.py``). ``could_fit``: see ``JobQueue.next``; a job
-    for which others wait keeps only the rooms it might use to itself. The gateway's dispatcher and the simulator both
+    for which others wait keeps only the rooms it might use to itself. Where not even the least demanding job could go
+    anywhere, the policy is not asked. The gateway's dispatcher and the simulator both
     fill their workers with this. Returns whether a room is still open.
     """
     open_rooms = [room for room in rooms if room.open]
@@ -219,8 +228,20 @@ def fill(
     def beside(job: Job, held: Job) -> bool:
         return fits_in(job, (room for room in open_rooms if not room.matches(held, claim(held)[0])))
 
+    def hopeless(held: Job | None) -> bool:
+        """Whether nothing queued fits for a reason that all share: then no policy need ask about every tenant."""
+        among: Iterable[Room] = open_rooms
+        if held is not None:
+            if fits(held):
+                return False
+            choices, _ = claim(held)
+            among = [room for room in open_rooms if not room.matches(held, choices)]
+        return not any(room.might(job) for room in among for job in queue.demand.least())
+
     while open_rooms:
         held = queue.held(could_fit)
+        if hopeless(held):
+            return True
         dispatch = queue.next(now, fits, could_fit, beside)
         if dispatch is None:
             return True

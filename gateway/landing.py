@@ -155,7 +155,11 @@ class Landing:
         ticket = flight.ticket
         before = flight.last_token_at.get(index)
         if before is not None:
-            self._desk.monitor.gap(ticket.job, (now - before) / tokens)
+            gap = (now - before) / tokens
+            longest = gap > flight.longest_gap
+            if longest:
+                flight.longest_gap = gap
+            self._desk.monitor.gap(ticket.job, gap, ticket.trace.sampled_id if longest else "")
         flight.last_token_at[index] = now
         self._begun(ticket, now)
         if flight.load.suspect and flight.produced > ticket.lost_at:

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -61,6 +62,12 @@ class Names:
             self._room -= 1
             self._known.add(name)
         return name
+
+
+class Observe(Protocol):
+    """A histogram's ``observe``."""
+
+    def __call__(self, amount: float, exemplar: dict[str, str] | None = None) -> None: ...
 
 
 class Metrics:
@@ -174,8 +181,8 @@ class Metrics:
             reason = self._reasons.label(summary.reason)
             self._shed.labels(self.tenant(summary.tenant), class_, reason).inc()
 
-    def inter_token(self, model: str, service_class: str) -> Callable[[float], None]:
-        """The ``observe(seconds)`` of one request's tokens: look it up once, call it per token."""
+    def inter_token(self, model: str, service_class: str) -> Observe:
+        """The ``observe(seconds, exemplar)`` of one request's tokens: look it up once, call it per token."""
         return self._inter_token.labels(self._models.label(model), self._classes.label(service_class)).observe
 
     def charged(self, tenant: str, service_class: str, charge: Charge) -> None:

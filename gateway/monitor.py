@@ -16,7 +16,7 @@ import pluggy
 
 from gateway import log
 from gateway.device_time import DeviceBook
-from gateway.metrics import Metrics
+from gateway.metrics import Metrics, Observe
 from gateway.trace_attributes import quota_verdict
 from policies.manager import notify
 from policies.types import Charge, DeviceTime, Job, JobEvent, QuotaDecision, RouteDecision, Transition, Usage
@@ -46,8 +46,8 @@ class Monitor:
     def routed(self, decision: RouteDecision) -> None:
         """A worker was picked."""
 
-    def gap(self, job: Job, seconds: float) -> None:
-        """Seconds between two tokens of one choice."""
+    def gap(self, job: Job, seconds: float, trace_id: str = "") -> None:
+        """Seconds between two tokens of one choice. ``trace_id``: of a kept trace worth a look."""
 
     def quota(self, job: Job, decision: QuotaDecision) -> None:
         """The quota policy decided."""
@@ -84,7 +84,7 @@ class LiveMonitor(Monitor):
         self._observed = bool(manager.hook.forebay_job_event.get_hookimpls())
         self.devices: DeviceBook | None = None
         """Keeps device time. Set once, after what it asks is made."""
-        self._gaps: dict[tuple[str, str], Callable[[float], None]] = {}
+        self._gaps: dict[tuple[str, str], Observe] = {}
 
     def event(
         self,
@@ -122,13 +122,13 @@ class LiveMonitor(Monitor):
         """Count the dispatch."""
         self._metrics.routed(decision.worker, decision.reason)
 
-    def gap(self, job: Job, seconds: float) -> None:
+    def gap(self, job: Job, seconds: float, trace_id: str = "") -> None:
         """Observe the latency."""
         key = (job.model, job.service_class)
         observe = self._gaps.get(key)
         if observe is None:
             observe = self._gaps[key] = self._metrics.inter_token(*key)
-        observe(seconds)
+        observe(seconds, {"trace_id": trace_id} if trace_id else None)
 
     def quota(self, job: Job, decision: QuotaDecision) -> None:
         """Count the verdict."""

@@ -76,6 +76,11 @@ class RequestTrace:
     captures_content: bool = False
     """Build content attributes only when this is true."""
 
+    @property
+    def sampled_id(self) -> str:
+        """``trace_id`` where the head decision keeps the trace, whatever becomes of it; else empty."""
+        return ""
+
     def identify(
         self,
         *,
@@ -190,6 +195,10 @@ class Recorder(RequestTrace):
         self.trace_id = f"{context.trace_id:032x}"
         self.keep = False
         self.captures_content = captures_content
+
+    @property
+    def sampled_id(self) -> str:
+        return self.trace_id if self._sampled() else ""
 
     def identify(
         self,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from policies._entries import InFlight, Queued, TenantLine
 from policies.caps import Beside, Caps, Gate, Running
+from policies.demand import Demand
 from policies.service import ServiceBook
 from policies.spi import Fits, SchedulingPolicy
 from policies.types import Charge, Job, JobId, Pick, QueueSnapshot, RequeueReason, TenantId, Usage
@@ -59,8 +60,7 @@ class Dispatch:
 class JobQueue:
     """See the module's rules. Amortised O(log n) per operation beside what the policy itself costs.
 
-    The caps bound what may run at once (``caps.py``; None: no cap). ``max_passed`` bounds how long a job that does not
-    fit can be overtaken: see ``next``.
+    The caps bound what may run at once (``caps.py``; None: no cap), ``max_passed`` how often a job is overtaken.
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class JobQueue:
         """Most times that a job which does not fit, but could, is overtaken. May be changed at any time."""
         self._queued: dict[JobId, Queued] = {}
         self._running: dict[JobId, InFlight] = {}
+        self.demand = Demand(self._queued)
+        """What the queued jobs ask for at least; to read."""
         self._lines: dict[TenantId, TenantLine] = {}
         self._weight_sum = 0.0
         self._tokens = 0
@@ -299,7 +301,7 @@ class JobQueue:
         return job_id in self._queued
 
     def queued_jobs(self) -> list[Job]:
-        """All queued jobs in order of arrival, returned ones first. O(n log n); for the admin view."""
+        """In order of arrival, returned ones first. O(n log n); for the admin view."""
         return [entry.job for entry in sorted(self._queued.values(), key=lambda entry: entry.order)]
 
     def backlog(self) -> Mapping[TenantId, tuple[int, int]]:
@@ -344,6 +346,7 @@ class JobQueue:
     def _enter(self, entry: Queued) -> None:
         job = entry.job
         self._queued[job.id] = entry
+        self.demand.enter(entry)
         line = self._lines.get(job.tenant)
         if line is None:
             line = self._lines[job.tenant] = TenantLine(job.weight)
@@ -363,6 +366,7 @@ class JobQueue:
     def _leave(self, job_id: JobId) -> Queued:
         entry = self._queued.pop(job_id)
         job = entry.job
+        self.demand.leave(job)
         line = self._lines[job.tenant]
         line.queued -= 1
         line.tokens -= job.total_tokens

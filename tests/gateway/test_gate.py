@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.gate import MAX_WAITING, Load, Room
+from gateway.gate import MAX_WAITING, Load, Room, fill
+from policies.queue import Dispatch, JobQueue
+from policies.scheduling.fcfs import FcfsScheduler
 from policies.types import Job, JobId, TenantId, WorkerView
 
 
@@ -129,3 +131,125 @@ def test_what_is_taken_shows_in_the_view(stale: bool) -> None:
     room = Room.of(view(), [], 512, stale=stale)
     room.take(job(40), 2, suspect=False)
     assert (room.view.inflight, room.view.inflight_tokens, room.view.free_blocks) == (2, 45, 96)
+
+
+class Filling:
+    """``fill`` over a queue of many tenants; counts what the policy is made to ask."""
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self.queue = JobQueue(FcfsScheduler())
+        for one in jobs:
+            self.queue.offer(one, 0.0)
+        self.asked = 0
+        self.sent: list[str] = []
+
+    def go(self, *rooms: Room) -> int:
+        """Jobs sent."""
+        before = len(self.sent)
+
+        def may(job: Job, room: Room) -> bool:
+            return True
+
+        def claim(job: Job) -> tuple[int, bool]:
+            self.asked += 1
+            return 1, False
+
+        def send(dispatch: Dispatch, among: list[Room]) -> None:
+            self.sent.append(dispatch.job.id)
+            next(room for room in among if room.fits(dispatch.job, 1, suspect=False)).take(
+                dispatch.job, 1, suspect=False
+            )
+
+        fill(self.queue, rooms, 0.0, claim=claim, could_fit=lambda job: True, send=send, may=may)
+        return len(self.sent) - before
+
+
+def many(count: int, prompt: int = 100, **values: Any) -> list[Job]:
+    return [Job(JobId(f"j{i}"), TenantId(f"t{i}"), "m", prompt + i % 7, 5, 0.0, **values) for i in range(count)]
+
+
+def full(blocks: int, **values: Any) -> Room:
+    return Room.of(view(free_blocks=blocks, **values), running(1), 512, stale=False)
+
+
+def test_no_tenant_is_asked_about_when_the_shortest_prompt_finds_no_room() -> None:
+    filling = Filling(many(1000))
+    assert filling.go(full(6)) == 0
+    assert filling.asked == 0
+    assert filling.go(full(7)) == 1
+    assert filling.sent == ["j0"]
+
+
+def test_nor_when_the_job_for_whom_others_wait_does_not_fit() -> None:
+    large = Job(JobId("large"), TenantId("large"), "m", 1000, 5, 0.0)
+    filling = Filling([large, *many(1000)])
+    assert filling.go(full(7)) == 1, "it is overtaken once"
+    filling.asked = 0
+    assert filling.go(full(20)) == 0
+    assert filling.asked <= 4, "about the one that is held"
+    assert filling.go(full(64), full(7)) >= 1
+    assert filling.sent[1] == "large"
+
+
+def test_nor_when_the_free_worker_s_pool_takes_none_of_them() -> None:
+    filling = Filling(many(1000, requires={"hardware": "gpu"}))
+    idle = Room.of(view(), [], 512, stale=False)
+    kept = Room.of(view(classes=frozenset({"batch"})), [], 512, stale=False)
+    assert filling.go(idle, kept) == 0
+    assert filling.asked == 0
+    fits = Room.of(view(labels={"hardware": "gpu"}), [], 512, stale=False)
+    assert filling.go(idle, fits) == 4 + MAX_WAITING
+
+
+def adapted(name: str | None) -> dict[str, Any]:
+    return {} if name is None else {"adapter": name, "adapter_digest": name * 2}
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 200), st.sampled_from(["a", "b"]), st.booleans(), st.sampled_from([None, "x", "y"])),
+        max_size=12,
+    ),
+    st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["", "a", "b"]), st.integers(0, 5)), max_size=3),
+)
+def test_asking_less_changes_nothing(
+    jobs: list[tuple[int, str, bool, str | None]], rooms: list[tuple[int, str, int]]
+) -> None:
+    """With and without the short cut the same jobs go."""
+    made = [
+        Job(
+            JobId(f"j{i}"),
+            TenantId(f"t{i % 4}"),
+            "m",
+            prompt,
+            5,
+            0.0,
+            service_class=name,
+            allow_external=external,
+            **adapted(adapter),
+        )
+        for i, (prompt, name, external, adapter) in enumerate(jobs)
+    ]
+
+    def places() -> list[Room]:
+        return [
+            Room.of(
+                view(
+                    free_blocks=blocks,
+                    classes=frozenset({name} if name else ()),
+                    labels={"external": "true"} if n else {},
+                    adapters=frozenset({"xx"} if used % 2 else ()),
+                ),
+                running(used),
+                64,
+                stale=False,
+            )
+            for n, (blocks, name, used) in enumerate(rooms)
+        ]
+
+    short, long = Filling(made), Filling(made)
+    short.go(*places())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Room, "might", lambda self, least: True)
+        long.go(*places())
+    assert short.sent == long.sent

@@ -151,3 +151,37 @@ async def test_the_file_is_the_truth_for_what_the_admin_api_changed(start: Start
         assert "no model is named 'nope'" in refused.json()["error"]["message"]
         assert (await site.complete("alpha")).status_code == 200
         assert (await site.complete("gamma")).status_code == 403
+
+
+async def test_a_reload_of_the_log(start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sample is live; level and format are told to need a restart, and stay."""
+    path = tmp_path / "config.yaml"
+    written(path, {})
+    async with start(config_path=path) as site:
+
+        async def lines() -> int:
+            capsys.readouterr()
+            for _ in range(3):
+                assert (await site.complete()).status_code == 200
+            return sum("outcome=ok" in line for line in "".join(capsys.readouterr()).splitlines())
+
+        assert await lines() == 3
+        written(path, {"log": {"sample_ratio": 0.0, "level": "error", "format": "json"}})
+        answer = await site.admin.post("/admin/policies", json={"reload": True})
+        told = answer.json()["reload"]
+        assert told["changed"] == ["log.sample_ratio"]
+        assert {"log.level", "log.format"} <= set(told["needs_restart"])
+        assert await lines() == 0
+        capsys.readouterr()
+        refused = await site.complete("nobody")
+        assert refused.status_code == 403
+        written(path, {})
+        assert (await site.admin.post("/admin/policies", json={"reload": True})).json()["reload"]["changed"] == [
+            "log.sample_ratio"
+        ]
+        assert await lines() == 3
+        written(path, {"log": {"sample_ratio": 1.5}})
+        refused = await site.admin.post("/admin/policies", json={"reload": True})
+        assert refused.status_code == 400
+        assert "log.sample_ratio" in refused.json()["error"]["message"]
+        assert await lines() == 3

@@ -1,4 +1,4 @@
-"""Makes the pictures of ``docs/console.md``: ``python -m tests.gateway.console.screenshots``.
+"""Makes the pictures of ``docs/console.md``: ``python -m tests.gateway.console.screenshots [NAME ...]``.
 
 A gateway with two echo workers, four tenants and a minute and a half of traffic; not a test, and not run by one.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +37,16 @@ SETTINGS: dict[str, Any] = {
     "models": [pool(2, blocks=512, max_running=8)],
 }
 CALLERS = {"search": 20, "assist": 9, "batch": 8}
+CALM = 10
+"""Callers that are left for the picture of the requests, so that all of its tables can be seen."""
 SHOTS = (
     ("overview", "", {"color_scheme": "light"}, None),
     ("overview-dark", "", {"color_scheme": "dark"}, None),
     ("tenants", "/tenants", {"color_scheme": "light"}, None),
     ("workers", "/workers", {"color_scheme": "dark"}, None),
-    ("requests", "/requests", {"color_scheme": "light"}, 900),
     ("policies", "/policies?kind=scheduling", {"color_scheme": "dark"}, None),
     ("phone", "", {"color_scheme": "light", "viewport": {"width": 390, "height": 844}}, 1500),
+    ("requests", "/requests", {"color_scheme": "light"}, None),
 )
 
 
@@ -58,10 +62,16 @@ async def ask(site: Site, tenant: str, draw: random.Random) -> None:
         await asyncio.sleep(draw.random() / 10)
 
 
-async def shoot(site: Site, browser: Browser) -> None:
-    """All pictures."""
+async def shoot(site: Site, browser: Browser, wanted: Collection[str], callers: list[asyncio.Task[None]]) -> None:
+    """All pictures, or those of ``wanted``."""
     IMAGES.mkdir(exist_ok=True)
     for name, path, options, height in SHOTS:
+        if wanted and name not in wanted:
+            continue
+        if name == "requests":
+            for caller in callers[::-1][: len(callers) - CALM]:
+                caller.cancel()
+            await asyncio.sleep(5)
         async with tab(browser, site, **options) as opened:
             await opened.open(f"/console{path}")
             await opened.page.wait_for_timeout(1500)
@@ -78,11 +88,13 @@ async def main() -> None:
     with OtlpReceiver() as receiver, tempfile.TemporaryDirectory() as folder:
         env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
         async with running(Path(folder), SETTINGS, echo=Echo(step_s=0.03), env=env) as site, chromium() as browser:
-            callers = [asyncio.create_task(ask(site, who, draw)) for who, many in CALLERS.items() for _ in range(many)]
+            names = [who for who, many in CALLERS.items() for _ in range(many)]
+            draw.shuffle(names)
+            callers = [asyncio.create_task(ask(site, who, draw)) for who in names]
             await asyncio.sleep(TRAFFIC_S - 15)
             await site.gateway.parts.runtime.try_in_shadow(PolicyUse(use="fcfs"), 600)
             await asyncio.sleep(15)
-            await shoot(site, browser)
+            await shoot(site, browser, sys.argv[1:], callers)
             for caller in callers:
                 caller.cancel()
             await asyncio.gather(*callers, return_exceptions=True)
