@@ -35,15 +35,23 @@ class Shape:
     head_dim: int
     width: int
     """Bytes per element."""
+    kept_weights: int | None = None
+    """Bytes of all linears where they are kept in something else (``engine.weight_dtype``)."""
+    kept_token: int | None = None
+    """The same of one token's keys and values (``engine.kv_dtype``)."""
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of one token's keys and values."""
+        if self.kept_token is not None:
+            return self.kept_token
         return 2 * self.layers * self.kv_heads * self.head_dim * self.width
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all linears."""
+        if self.kept_weights is not None:
+            return self.kept_weights
         return (self.layer_weights + self.head_weights) * self.width
 
     def attention_flops(self, context: int) -> int:

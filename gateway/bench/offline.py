@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from gateway.bench.display import Display
@@ -73,7 +73,13 @@ def floors(engine: BenchEngine, display: Display) -> Limits:
     """Measure the machine for a loaded model."""
     loaded = engine.loaded
     rates = _measure(display, loaded.device, loaded.dtype, engine.config.threads)
-    return shape_of(loaded.config, loaded.dtype), _machine(rates, loaded.dtype), asdict(rates)
+    shape = shape_of(loaded.config, loaded.dtype)
+    if (loaded.weight_dtype, loaded.kv_dtype) != (loaded.dtype, loaded.dtype):
+        linears = shape.layer_weights + shape.head_weights
+        embedding = 0 if loaded.config.tied else shape.head_weights  # is looked up, not multiplied with
+        kept = loaded.weight_bytes * linears // (linears + embedding)
+        shape = replace(shape, kept_weights=kept, kept_token=loaded.kv_bytes_per_token)
+    return shape, _machine(rates, loaded.dtype), asdict(rates)
 
 
 def of(limits: Limits, concurrency: int, input_tokens: int, output_tokens: int) -> dict[str, Any]:

@@ -101,6 +101,8 @@ def divide(
     activations = activation_bytes(model, engine, dtype.itemsize, model.vocab if sampled is None else sampled)
     buffers = CUDA_BUFFERS if device.type == "cuda" else CPU_BUFFERS
     buffers += context * model.head_dim * dtype.itemsize + rows * 64
+    if engine.weight_dtype != "auto":  # torch unpacks a matrix whole before it multiplies
+        buffers += model.hidden * max(model.vocab, 2 * model.intermediate) * dtype.itemsize
     per_token = kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, dtype.itemsize, engine.kv_dtype)
     per_token += beside.per_token
     left = free - margin - weights - activations - buffers - engine.adapter_room

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gateway.bench.floor import Machine, floor, shape_of
@@ -62,3 +64,11 @@ def test_counts_below_one_are_refused(name: str) -> None:
     counts = {"concurrency": 1, "input_tokens": 1, "output_tokens": 1, name: 0}
     with pytest.raises(ValueError, match=name.removesuffix("_tokens")):
         floor(shape_of(SMOLLM2, "bfloat16"), ZEN4, **counts)
+
+
+def test_what_is_kept_in_fewer_bits_is_read_in_fewer_bytes() -> None:
+    """``engine.weight_dtype`` and ``kv_dtype``: a floor over the full width would be passed."""
+    shape = shape_of(SMOLLM2, "bfloat16")
+    half = replace(shape, kept_weights=shape.weight_bytes // 2, kept_token=shape.kv_bytes // 2)
+    load = {"concurrency": 1, "input_tokens": 512, "output_tokens": 128}
+    assert floor(half, ZEN4, **load).decode_s == pytest.approx(floor(shape, ZEN4, **load).decode_s / 2)

@@ -23,8 +23,8 @@ GROUP = 32
 """Inputs that share a scale."""
 SUPER = 8
 """Groups of q4k that share D and M."""
-ROWS = 1 << 20
-"""Weights that are unpacked to fp32 at a time: what a core's cache holds."""
+ROWS, CUDA_ROWS = 1 << 18, 1 << 24
+"""Weights that are unpacked to fp32 at a time: what a core's cache holds, and what keeps a GPU busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,7 @@ class Quantised:
     def dense(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The weights [rows, columns]: bfloat16 numbers, in ``dtype``."""
         made = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
-        step = max(1, ROWS // max(1, self.codes.shape[1]))
-        if made.is_cuda:
-            step = max(1, len(made))
+        step = max(1, (CUDA_ROWS if made.is_cuda else ROWS) // max(1, self.columns))
         for start in range(0, len(made), step):
             made[start : start + step] = self.rows(lambda part, at=start: part[at : at + step])._dense()  # type: ignore[misc]
         return made

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workers.model.quant.matrix import GROUP, Q4K, Q8, ROWS, SUPER, Quantised, joined
+from workers.model.quant.matrix import CUDA_ROWS, GROUP, Q4K, Q8, SUPER, Quantised, joined
 
 LARGEST = 1e6
 """Of a weight: beyond it a half cannot hold the scale."""
@@ -45,7 +45,7 @@ def int4(weight: Tensor) -> Quantised:
 
 def _in_parts(weight: Tensor, quantise: Callable[[Tensor, int], Quantised]) -> Quantised:
     rows, columns = weight.shape
-    step = max(1, (ROWS if weight.is_cuda else _CACHED) // columns)
+    step = max(1, (CUDA_ROWS if weight.is_cuda else _CACHED) // columns)
     made: list[Tensor | Quantised] = []
     for start in range(0, rows, step):
         part = weight[start : start + step].float()
