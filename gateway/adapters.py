@@ -93,7 +93,7 @@ class Adapters:
                 for source in pool.engine.adapters:
                     self._named.setdefault(source.name, Adapter(source.name, model.name, source.source))
         self._dropped: set[tuple[str, str]] = set()
-        """(model, name) of adapters of the file that were dropped."""
+        """(model, name) of what was dropped or could not be loaded: a worker that comes with it has to let go of it."""
         self._past: dict[Content, None] = {}
         """(model, digest) of every content there was, the oldest first."""
         self._workers: dict[str, WorkerHandle] = {}

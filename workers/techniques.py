@@ -44,6 +44,7 @@ SWITCHES: Sequence[Switch] = (
     Switch("kv_dtype", exact=False),
     Switch("speculation"),
     Switch("adapters"),
+    Switch("adapter_memory"),
     Switch("weight_dtype", exact=False),
     Switch("tensor_parallel"),
     Switch("pipeline_parallel"),
@@ -71,6 +72,16 @@ REFUSALS: Sequence[Refusal] = (
         "adapters",
         "tensor_parallel",
         "an adapter's factors are not divided among devices; leave adapters or tensor_parallel out",
+    ),
+    Refusal(
+        "adapter_memory",
+        "pipeline_parallel",
+        "an adapter's factors are not divided among devices; leave adapter_memory or pipeline_parallel out",
+    ),
+    Refusal(
+        "adapter_memory",
+        "tensor_parallel",
+        "an adapter's factors are not divided among devices; leave adapter_memory or tensor_parallel out",
     ),
 )
 

@@ -29,6 +29,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
     "prefix_cache": lambda folder: {"prefix_cache": False},
     "max_chunk_tokens": lambda folder: {"max_chunk_tokens": 5},
     "cache_share": lambda folder: {"cache_share": 0.5},
+    "adapter_memory": lambda folder: {"adapter_memory": "1MiB"},
     "adapters": lambda folder: {"adapters": [{"name": "tiny", "source": str(adapters.smallest(folder / "tiny"))}]},
     "kv_dtype": lambda folder: {"kv_dtype": "int8"},
     "speculation": lambda folder: {"speculation": {"method": "ngram", "ngram_min": 1}},
