@@ -27,6 +27,7 @@ from workers.model.parallel import part
 from workers.model.parallel.group import Group
 from workers.model.parallel.messages import Begin, Copy, Forward, Ready, Restore, Room, Save, Setup, Zero
 from workers.model.parallel.ranks import Ranks
+from workers.model.parallel.seams import Seams
 from workers.model.parallel.split import Split
 from workers.model.runner import Decoder, TorchRunner
 
@@ -34,12 +35,12 @@ from workers.model.runner import Decoder, TorchRunner
 class SpreadCache(KvCache):
     """Everybody's cache: to attention it is rank 0's part, blocks are zeroed, copied, saved and restored everywhere."""
 
-    def __init__(self, own: KvCache, ranks: Ranks, group: Group, block_bytes: list[int]) -> None:
-        """``own``: rank 0's part. ``block_bytes``: of a block on each rank, rank 0's first."""
+    def __init__(self, own: KvCache, ranks: Ranks, group: Group, seams: Seams) -> None:
+        """``own``: rank 0's part. ``seams``: how the parts of a block make a whole."""
         self.blocks, self.block_size, self.data = own.blocks, own.block_size, own.data
-        self.block_bytes = sum(block_bytes)
+        self.block_bytes = seams.block_bytes
         self.bytes_per_token = self.block_bytes // self.block_size
-        self._own, self._ranks, self._group, self._parts = own, ranks, group, block_bytes
+        self._own, self._ranks, self._group, self._seams = own, ranks, group, seams
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """As rank 0's part has them; so the others that attention calls."""
@@ -74,14 +75,14 @@ class SpreadCache(KvCache):
             self._own.copy(pairs)
 
     def save(self, blocks: list[int]) -> Tensor:
-        """As ``KvCache.save``: each block's bytes of rank 0, then of rank 1, and so on."""
+        """As ``KvCache.save`` of an undivided model, to the byte."""
         if not blocks:
             return torch.empty(0, self.block_bytes, dtype=torch.uint8)
         self._ranks.tell(Save(blocks))
+        others = enumerate(self._seams.sizes[1:], 1)
         kept = [self._own.save(blocks)]
-        for rank, size in enumerate(self._parts[1:], 1):
-            kept.append(self._group.take(rank, torch.empty(len(blocks), size, dtype=torch.uint8)))
-        return torch.cat(kept, dim=1)
+        kept += [self._group.take(rank, torch.empty(len(blocks), size, dtype=torch.uint8)) for rank, size in others]
+        return self._seams.join(kept)
 
     def restore(self, blocks: list[int], saved: Tensor) -> None:
         """As ``KvCache.restore``."""
@@ -89,10 +90,10 @@ class SpreadCache(KvCache):
         if not blocks:
             return
         self._ranks.tell(Restore(blocks))
-        own, *others = torch.split(saved, self._parts, dim=1)
+        own, *others = self._seams.cut(saved)
         for rank, piece in enumerate(others, 1):
             self._group.give(rank, piece)
-        self._own.restore(blocks, own.contiguous())
+        self._own.restore(blocks, own)
 
 
 class SpreadRunner(TorchRunner):
@@ -185,7 +186,9 @@ def spread(
         if isinstance(error, RunnerGoneError):
             raise ValueError(f"several devices: {error}") from error
         raise
-    cache = SpreadCache(made.cache, ranks, group, [made.cache.block_bytes, *(one.block_bytes for one in ready)])
+    seams = Seams.of(made.cache, split.part, config.layers, split.width, split.stages)
+    assert seams.sizes == [made.cache.block_bytes, *(one.block_bytes for one in ready)]
+    cache = SpreadCache(made.cache, ranks, group, seams)
     return Spread(
         SpreadRunner(made.decoder, cache, made.attention, devices[0], ranks),
         ranks,

@@ -127,8 +127,11 @@ def test_blocks_are_zeroed_saved_and_restored_on_every_rank(way: str, source: Ca
     blocks = [block for block in range(10) if bytes_of(model, [block]).any()]
     assert len(blocks) == 3
     saved = bytes_of(model, blocks)
-    for part in saved.split([16 * whole.kv_bytes_per_token // 12] * 12, dim=1):
-        assert part.any()  # whichever way it is divided, every rank has something in every block
+    again = Bench("", ENGINE, whole)
+    again.run([Generate("a", TOKENS[:40], 2, GREEDY)])
+    undivided = bytes_of(whole, blocks)
+    assert torch.allclose(saved.view(torch.float32), undivided.view(torch.float32), atol=1e-4)
+    assert undivided.view(torch.float32).std() > 0.1
     model.runner.zero_blocks(blocks)
     assert not bytes_of(model, list(range(10))).any()
     with torch.inference_mode():
