@@ -28,7 +28,12 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def problems(settings: Settings, registry: Registry) -> list[Mistake]:
     """Every mistake between sections."""
-    return [*_names(settings), *_placement(settings, registry), *_times(settings, registry)]
+    return [
+        *_names(settings),
+        *_placement(settings, registry),
+        *_times(settings, registry),
+        *_outliving(settings),
+    ]
 
 
 def on_disk(settings: Settings, base_dir: Path) -> list[Mistake]:
@@ -141,6 +146,19 @@ def _times(settings: Settings, registry: Registry) -> Iterator[Mistake]:
             f"{lease_s:g} is less than timeouts.total_s ({times.total_s:g}): a request that runs so long loses its "
             "reservation; make it larger",
         )
+
+
+def _outliving(settings: Settings) -> Iterator[Mistake]:
+    """A cache on a disk outlives the gateway, so what was purged must be remembered as long."""
+    if settings.state.path is not None:
+        return
+    for i, model in enumerate(settings.models):
+        for j, pool in enumerate(model.pools):
+            if pool.engine.disk_tier is not None:
+                yield Mistake(
+                    ("models", i, "pools", j, "engine", "tiers"),
+                    "a tier of kind disk outlives the gateway, and so must the epochs of its purges: set state.path",
+                )
 
 
 def _cache(directory: Path, engine: EngineConfig, model: Model) -> str | None:

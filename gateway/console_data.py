@@ -133,6 +133,8 @@ class WorkerRow:
     """KV blocks by tenant, computed from the running requests' tokens; most first."""
     cached_tenants: tuple[tuple[str, int], ...]
     """Cached blocks by tenant, of those that have most, most first; what belongs to nobody known is ``other``."""
+    tiers: Mapping[str, int]
+    """Bytes below the device's memory, by tier."""
     last_loss: str | None
 
     @property
@@ -376,5 +378,6 @@ def _worker(
         step_ms=stats.step_ms,
         tenants=_most_first(tenants),
         cached_tenants=_most_first(cached),
+        tiers={name: tier.bytes for name, tier in stats.tiers.items()},
         last_loss=None if loss is None else f"{loss['kind']}: {loss['detail']}".removesuffix(": "),
     )

@@ -53,6 +53,13 @@ def window(tenant: str, retention_s: float | None, now: float) -> int:
     return 1 + int(now / retention_s + crc32(tenant.encode("utf-8", "surrogatepass")) / 2**32)
 
 
+def window_end(tenant: str, retention_s: float | None, number: int) -> float:
+    """Unix time at which a tenant's window ``number`` ends; 0 without a retention time."""
+    if retention_s is None:
+        return 0.0
+    return (number - crc32(tenant.encode("utf-8", "surrogatepass")) / 2**32) * retention_s
+
+
 def _read(path: Path) -> dict[TenantId, int]:
     try:
         data = json.loads(path.read_bytes())

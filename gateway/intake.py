@@ -258,6 +258,7 @@ class Intake:
             n=request.n if request.drawn is None else request.drawn,
             beams=request.beams,
             scope=scope.key,
+            cache_until=tenant.cache_until,
             labels=self._labels.of_request(principal, request.metadata),
             public_prefix_tokens=public,
             adapter=digest,

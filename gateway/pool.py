@@ -76,6 +76,7 @@ class Pool:
         """
         self.model = model
         self.name = config.name
+        self._on_disk = config.engine.disk_tier is not None
         self._tokenizer_sha256 = tokenizer_sha256
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
@@ -121,8 +122,13 @@ class Pool:
 
     @property
     def out_of_reach(self) -> list[str]:
-        """Names of workers that nobody is connected to and that may live all the same, with all that they cached."""
-        return [slot.handle.name for slot in self._slots if slot.foreign and slot.handle.state not in _CONNECTED]
+        """Names of workers that nobody is connected to and whose cache may live all the same: with a process that is
+        none of ours, or on a disk."""
+        return [
+            slot.handle.name
+            for slot in self._slots
+            if (slot.foreign or self._on_disk) and slot.handle.state not in _CONNECTED
+        ]
 
     def start(self) -> None:
         """Begin to start the workers; does not wait for them."""
@@ -209,6 +215,7 @@ def _describe(slot: WorkerSlot, now: float) -> dict[str, Any]:
         "preemptions": stats.preemptions,
         "kv_blocks": {"free": stats.free_blocks, "cached": stats.cached_blocks, "used": stats.used_blocks},
         "adapters": sorted(handle.adapters.held),
+        "tiers": {name: {"bytes": tier.bytes, "up": tier.up} for name, tier in stats.tiers.items()},
         "stale_s": round(handle.stale_s(now), 3),
         "stale": handle.is_stale(now),
     }

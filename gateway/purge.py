@@ -38,12 +38,12 @@ from workers.protocol import Purge, Purged
 _log = log.get("purge")
 
 KEPT_RECEIPTS = 1024
-TIER = "device"
-"""Where blocks are: there is one tier, the device's memory."""
+DEVICE = "device"
+"""The tier that every engine has; those below it have their names from ``engine.tiers``."""
 _CHECKS = {
     "failed": "a worker did not answer",
     "upstream": "an upstream keeps a cache of its own, which cannot be zeroed from here",
-    "pending": "running requests still use some blocks; they are zeroed when these end",
+    "pending": "running requests still use some blocks, or files are not unlinked yet; they go when that is over",
     "forgotten": "more cache scopes were used than are remembered; what is cached under the others is unreachable, but "
     "not zeroed before it is reused. Restart the workers to be sure",
     "unsaved": "the new epoch could not be written to state.path: it is lost with this process",
@@ -64,8 +64,8 @@ class Receipt:
     """Users, groups and tags that were named; empty: the whole tenant."""
     widened: bool = False
     """Not only what was named was purged but all of the tenant, since a worker could not be reached."""
-    zeroed: dict[str, int] = field(default_factory=dict)
-    """Blocks zeroed, by worker."""
+    tiers: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Blocks zeroed or (on a disk) unlinked, by worker and tier."""
     in_use: dict[str, tuple[int, WorkerHandle]] = field(default_factory=dict)
     """Blocks that running requests still used, by worker; zeroed when these end."""
     failed: dict[str, str] = field(default_factory=dict)
@@ -75,6 +75,11 @@ class Receipt:
     unsaved: bool = False
     """The new epoch is not on disk."""
     secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def zeroed(self) -> dict[str, int]:
+        """Blocks that are gone, by worker."""
+        return {name: sum(tiers.values()) for name, tiers in self.tiers.items()}
 
     @property
     def pending(self) -> dict[str, int]:
@@ -115,7 +120,7 @@ class Receipt:
             "zeroed_blocks": sum(self.zeroed.values()),
             "pending_blocks": sum(pending.values()),
             "workers": {
-                name: {"zeroed": blocks, "pending": pending.get(name, 0), "tiers": {TIER: blocks}}
+                name: {"zeroed": blocks, "pending": pending.get(name, 0), "tiers": dict(self.tiers[name])}
                 for name, blocks in self.zeroed.items()
             },
             "failed": dict(self.failed),
@@ -127,13 +132,20 @@ class Receipt:
         if answer.unreachable:
             self.failed[handle.name] = "upstream"
             return
-        self.zeroed[handle.name] = self.zeroed.get(handle.name, 0) + answer.blocks
+        self._count(handle.name, answer, 1)
         self.in_use[handle.name] = answer.pending, handle
 
-    def ended(self, handle: WorkerHandle, first: int, last: Purged) -> None:
-        """A worker's last answer: what was in use is zeroed too."""
-        self.zeroed[handle.name] += last.blocks - first
+    def ended(self, handle: WorkerHandle, first: Purged | None, last: Purged) -> None:
+        """A worker's last answer: what was in use is zeroed too, and every file unlinked."""
+        if first is not None:
+            self._count(handle.name, first, -1)
+        self._count(handle.name, last, 1)
         self.in_use[handle.name] = 0, handle
+
+    def _count(self, worker: str, answer: Purged, sign: int) -> None:
+        known = self.tiers.setdefault(worker, {})
+        for tier, blocks in {DEVICE: answer.blocks, **answer.tiers}.items():
+            known[tier] = known.get(tier, 0) + sign * blocks
 
 
 def valid(body: Mapping[str, Any], secret: bytes) -> bool:
@@ -216,7 +228,7 @@ class Purger:
         first: list[Purged] = []
         try:
             answer = await handle.purge(
-                what, on_complete=lambda last: receipt.ended(handle, first[0].blocks if first else 0, last)
+                what, on_complete=lambda last: receipt.ended(handle, first[0] if first else None, last)
             )
         except (WorkerGoneError, TimeoutError) as error:
             receipt.failed[handle.name] = "timeout" if isinstance(error, TimeoutError) else "gone"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from gateway.access import Grant, least
-from gateway.epochs import Epochs, window
+from gateway.epochs import Epochs, window, window_end
 from gateway.errors import forbidden
 from gateway.scopes import PurgedLabels, ScopesInUse
 from gateway.settings import Privacy, ServiceClass, Settings, Tenant, TenantDefaults
@@ -71,6 +71,11 @@ class EffectiveTenant:
     def scope_epoch(self) -> int:
         """Epoch and window as one number: what cache scopes are made with."""
         return self.epoch << _WINDOW_BITS | self.window
+
+    @property
+    def cache_until(self) -> float:
+        """Unix time at which its cache scopes end; 0: open."""
+        return window_end(self.id, self.privacy.cache_retention_s, self.window)
 
     def may_use(self, model: str) -> bool:
         """Whether ``model`` is on the tenant's list."""

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from policies.strict import StrictScalars
 from workers import techniques
 from workers.adapters import AdapterSource
+from workers.sizes import Bytes, bytes_or_auto
 from workers.speculation import Speculation
-
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def parse_bytes(value: Any) -> Any:
-    """``"1GiB"`` → 1073741824. Plain integers are bytes. Raises ValueError naming the accepted forms."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if not match or match[2].upper() not in _UNITS:
-            raise ValueError(f"{value!r} is not a size; write a number of bytes or e.g. 512MiB, 1GiB")
-        return int(float(match[1]) * _UNITS[match[2].upper()])
-    return value
-
-
-def _bytes_or_auto(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError(f"{value} is not a size; write a number of bytes, e.g. 512MiB, or auto")
-    return value if value == "auto" else parse_bytes(value)
-
-
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
-
+from workers.tier_config import DiskTierConfig, HostTierConfig, TierConfig, checked
 
 ADAPTER_MEMORY = 256 * 2**20
 
@@ -57,7 +36,7 @@ class EngineConfig(StrictScalars):
     cuda_graphs: bool = True
     """Record steps that only decode at start and replay them (CUDA, with flashinfer or triton)."""
     block_size: int = Field(16, ge=1, le=256)
-    kv_cache: Annotated[Annotated[int, Field(gt=0)] | Literal["auto"], BeforeValidator(_bytes_or_auto)] = 2**30
+    kv_cache: Annotated[Annotated[int, Field(gt=0)] | Literal["auto"], BeforeValidator(bytes_or_auto)] = 2**30
     """Bytes for keys and values; whole blocks that fit are made at start. ``auto``: what the device has left."""
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """How keys and values are kept: ``auto`` as the model computes, else a byte per number and a scale per token and
@@ -78,6 +57,8 @@ class EngineConfig(StrictScalars):
     cache_share: float = Field(1.0, ge=0, le=1)
     """Part of the pool that is split by weight between the tenants with cached blocks: below its part a tenant's cache
     is safe from another's flood. 0 = evict in plain least-recently-used order."""
+    tiers: Annotated[tuple[TierConfig, ...], AfterValidator(checked)] = ()
+    """Where blocks of the prefix cache go that the device has no place for: ``host`` memory, then a ``disk``."""
     mode: Literal["continuous", "static"] = "continuous"
     """``static`` batches are for comparison: a batch runs to its end before the next is admitted."""
     kv_cache_reuse: bool = True
@@ -131,6 +112,16 @@ class EngineConfig(StrictScalars):
     def ranks(self) -> int:
         """Processes that the model is divided among."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def host_tier(self) -> HostTierConfig | None:
+        """Of ``tiers``."""
+        return next((tier for tier in self.tiers if tier.kind == "host"), None)
+
+    @property
+    def disk_tier(self) -> DiskTierConfig | None:
+        """Of ``tiers``."""
+        return next((tier for tier in self.tiers if tier.kind == "disk"), None)
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:

@@ -198,6 +198,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         device=loaded.device,
         dtype=loaded.dtype,
+        store=loaded.store,
         grammars=GrammarDesk(lambda: Vocabulary.load(files.dir, eos=loaded.eos_ids, size=loaded.vocab_size)),
         versions=versions(loaded.attention, loaded.kv_dtype, loaded.weight_dtype),
         ranks=loaded.ranks,

@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from workers.engine.record import StepRecord
-from workers.protocol import WorkerStats
+from workers.protocol import TierStats, WorkerStats
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
 _COUNTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0)
@@ -97,6 +97,7 @@ class _Reader(Collector):
             held.add_metric(["adapters"], adapters[1])
         return [
             loaded,
+            *_tiers(stats.tiers),
             GaugeMetricFamily("forebay_engine_running", "Sequences that run.", value=stats.running),
             GaugeMetricFamily("forebay_engine_waiting", "Sequences that wait for a slot.", value=stats.waiting),
             blocks,
@@ -116,6 +117,24 @@ class _Reader(Collector):
                 "forebay_device_busy_ratio", f"Part of the last {BUSY_WINDOW_S:.0f} s spent in the model.", value=busy
             ),
         ]
+
+
+def _tiers(tiers: Mapping[str, TierStats]) -> list[Metric]:
+    """What lies below the device's memory."""
+    held = GaugeMetricFamily("forebay_tier_bytes", "Bytes that a tier holds.", labels=["tier"])
+    up = GaugeMetricFamily("forebay_tier_up", "1 where a tier is written to.", labels=["tier"])
+    hits = CounterMetricFamily("forebay_tier_hits_tokens", "Prompt tokens found in a tier.", labels=["tier"])
+    restored = CounterMetricFamily("forebay_tier_restored_blocks", "Blocks brought back.", labels=["tier"])
+    saved = CounterMetricFamily("forebay_tier_saved_blocks", "Blocks taken in.", labels=["tier"])
+    errors = CounterMetricFamily("forebay_tier_errors", "Files not written, or damaged.", labels=["tier"])
+    for tier, stats in tiers.items():
+        held.add_metric([tier], stats.bytes)
+        up.add_metric([tier], stats.up)
+        hits.add_metric([tier], stats.hit_tokens)
+        restored.add_metric([tier], stats.restored_blocks)
+        saved.add_metric([tier], stats.saved_blocks)
+        errors.add_metric([tier], stats.errors)
+    return [held, up, hits, restored, saved, errors]
 
 
 class WorkerMetrics:

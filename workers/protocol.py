@@ -97,6 +97,8 @@ class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
     """W3C ``traceparent`` / ``tracestate`` of the gateway's chat span."""
     labels: list[bytes] = []
     """Whose it is and what it is about, as keyed digests: a purge may name one (a user, a group, a document)."""
+    cache_until: float = 0.0
+    """Unix time at which ``scope`` ends (a retention time): nothing of it stays on a disk longer. 0: open."""
     public_prefix_tokens: int = 0
     """How many leading tokens lie in an operator-registered public prefix."""
     grammar: str = ""
@@ -244,6 +246,21 @@ not loaded here. ``throttled``, ``unavailable``: it answered 429, 503. ``upstrea
 off, or answered what makes no sense."""
 
 
+class TierStats(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One tier of the prefix cache below the device's memory. All but ``bytes`` and ``up`` are cumulative."""
+
+    bytes: int = 0
+    """Held now."""
+    hit_tokens: int = 0
+    """Prompt tokens that were found here."""
+    restored_blocks: int = 0
+    saved_blocks: int = 0
+    errors: int = 0
+    """Files that could not be written, or were not what they should be."""
+    up: bool = True
+    """Whether it is written to; a disk that is full or unwritable is left alone for a while."""
+
+
 class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """The worker's live view, in every ``StepOutputs``; also sent once a second when idle."""
 
@@ -268,6 +285,8 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """Guesses of speculative decoding that became tokens, since the worker began."""
     drafts_rejected: int = 0
     """Those that did not; nobody pays for them."""
+    tiers: dict[str, TierStats] = {}
+    """``host`` and ``disk``, where they are configured."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
@@ -321,14 +340,18 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         return min(self.max_context, self.blocks * self.block_size)
 
 
-class Purged(msgspec.Struct, frozen=True, tag="purged"):
+class Purged(msgspec.Struct, frozen=True, omit_defaults=True, tag="purged"):
     """Answer to ``Purge``: blocks zeroed now, and blocks still in use that will be zeroed on release."""
 
     id: str
     blocks: int
+    """Of the device's memory."""
     pending: int = 0
+    """Blocks in use, and files that are not unlinked yet."""
     unreachable: bool = False
     """An upstream's cache: nothing there can be zeroed from here."""
+    tiers: dict[str, int] = {}
+    """Blocks below the device: ``host`` zeroed, ``disk`` unlinked."""
 
 
 class AdapterAnswer(msgspec.Struct, frozen=True, omit_defaults=True, tag="adapter"):

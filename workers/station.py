@@ -26,6 +26,7 @@ from workers.engine.constraint import Grammars
 from workers.engine.loop import Engine
 from workers.engine.plan import Runner
 from workers.engine.record import SequenceRecord, StepRecord
+from workers.engine.tier_desk import TierStore
 from workers.log import get
 from workers.metrics import Sources, WorkerMetrics
 from workers.protocol import (
@@ -82,6 +83,8 @@ class ServedModel:
     """Bytes by kind, for the metrics."""
     ranks: Ranks | None = None
     """The other processes that it is divided among."""
+    store: TierStore | None = None
+    """The tiers below the device."""
     grammars: Grammars | None = None
     """Compiles grammars for its vocabulary; None: requests with one are refused."""
     adapters: AdapterTable | None = None
@@ -181,6 +184,7 @@ class Station:
             on_fatal=lambda error: self._from_engine(self.failed.set)(),
             grammars=model.grammars,
             adapters=table,
+            store=model.store,
         )
         self._adapters = AdapterDesk(
             model.read_adapter, self._engine.submit, self.server.purged, self._from_engine(self._tell_adapters)

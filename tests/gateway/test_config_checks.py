@@ -151,3 +151,14 @@ def test_adapters_may_be_named_that_are_loaded_later(tmp_path: Path) -> None:
     (mistake,) = on_disk(settings, tmp_path)
     assert mistake.path == ("models", 0, "pools", 0, "engine", "adapters", 0, "source")
     assert "is no directory" in mistake.message
+
+
+def test_a_cache_on_a_disk_needs_purges_that_are_remembered_as_long() -> None:
+    tiers = [{"kind": "host", "size": "1MiB"}, {"kind": "disk", "path": "kv", "size": "1MiB"}]
+    model = {**SMALL, "pools": [{**POOL, "engine": {"tiers": tiers}}]}
+    said = found({"models": [model]})
+    assert list(said) == ["models.0.pools.0.engine.tiers"]
+    assert "set state.path" in said["models.0.pools.0.engine.tiers"]
+    assert not found({"models": [model], "state": {"path": "state"}})
+    model["pools"][0]["engine"] = {"tiers": tiers[:1]}
+    assert not found({"models": [model]})

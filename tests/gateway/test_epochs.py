@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.compose import BuildError
-from gateway.epochs import FILE, Epochs, window
+from gateway.epochs import FILE, Epochs, window, window_end
 from gateway.purge import Purger
 from gateway.settings import Settings
 from gateway.tenants import Tenants
@@ -86,3 +86,20 @@ def test_windows_change_the_scope_and_nothing_else_does() -> None:
     tenants.swept(ALPHA, [b"scope"])
     assert tenants.outdated(ALPHA) == []
     assert tenants.get(ALPHA).epoch == 0
+
+
+@given(
+    st.text(max_size=8),
+    st.floats(0.5, 1e6, allow_nan=False),
+    st.floats(1e6, 2e9, allow_nan=False, allow_infinity=False),
+)
+def test_a_window_ends_where_the_next_begins(name: str, keep: float, now: float) -> None:
+    """What a worker is told of the end is what the key hangs on."""
+    number = window(name, keep, now)
+    end = window_end(name, keep, number)
+    slack = max(1e-5, keep * 1e-6)
+    assert now <= end + slack
+    assert end - now <= keep + slack
+    assert window(name, keep, end - slack) == number
+    assert window(name, keep, end + slack) == number + 1
+    assert window_end(name, None, 0) == 0.0

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.labels import Labels, Subject
 from gateway.pool import Pool, PoolListener, WorkerState
-from gateway.purge import Purger, valid
+from gateway.purge import Purger, Receipt, valid
 from gateway.scopes import PER_TENANT
 from gateway.settings import Launch, Settings
 from gateway.settings import Pool as PoolConfig
@@ -20,6 +20,7 @@ from tests.gateway.conftest import Start
 from tests.gateway.harness import AUTH, BASE, MODEL, Site, token, until
 from workers.launchers.base import LaunchContext
 from workers.launchers.static import StaticLauncher
+from workers.protocol import Purged
 from workers.testing import Echo
 
 ALPHA = TenantId("alpha")
@@ -236,3 +237,30 @@ def test_a_label_names_one_thing_of_one_tenant() -> None:
     assert set(labels.of_request(caller, {"cache_tags": "b"})) <= set(found)
     assert labels.of_request(Principal(TenantId("a")), {}) == []
     assert set(Labels(b"other").of_request(caller, {})).isdisjoint(found)
+
+
+def test_a_worker_that_keeps_its_cache_on_a_disk_is_out_of_reach_while_it_is_down() -> None:
+    """Its files outlive its process, so a purge that it missed must not be forgotten."""
+    tiers = [{"kind": "host", "size": "1MiB"}, {"kind": "disk", "path": "kv", "size": "1MiB"}]
+    found = []
+    for engine in ({}, {"tiers": tiers[:1]}, {"tiers": tiers}):
+        config = PoolConfig.model_validate({"name": "p", "engine": engine})
+        pool = Pool("m", "source", config, StaticLauncher(LaunchContext(addresses=("unix:/nobody",))), Nobody())
+        found.append(pool.out_of_reach)
+    assert found == [[], [], ["m/p-0"]]
+
+
+def test_a_receipt_counts_every_tier(tmp_path: Path) -> None:
+    """First what is gone at once, then also what was in use or a file."""
+    [worker] = away(tmp_path).handles
+    receipt = Receipt("r", "alpha", 1, 0.0, 1, secret=b"secret")
+    first = Purged("p", 3, 2, tiers={"host": 5, "disk": 0})
+    receipt.began(worker, first)
+    assert receipt.body()["workers"]["m/p-0"]["tiers"] == {"device": 3, "host": 5, "disk": 0}
+    receipt.ended(worker, first, Purged("p", 4, 0, tiers={"host": 5, "disk": 2}))
+    body = receipt.body()
+    assert body["workers"]["m/p-0"] == {
+        "zeroed": 11, "pending": 0, "tiers": {"device": 4, "host": 5, "disk": 2},
+    }  # fmt: skip
+    assert body["zeroed_blocks"] == 11
+    assert body["complete"]

@@ -23,7 +23,7 @@ from tests.gateway import tracing
 from tests.otlp import OtlpReceiver, ReceivedSpan
 from workers import collector as where
 from workers.metrics import Sources, WorkerMetrics
-from workers.protocol import WorkerStats
+from workers.protocol import TierStats, WorkerStats
 from workers.request_spans import request_spans, step_context, step_span
 from workers.spans import SpanContext, parse_traceparent
 from workers.telemetry import SpanSink, exporter, resource
@@ -168,7 +168,8 @@ def test_gateway_metrics() -> None:
 
 
 def test_worker_metrics() -> None:
-    metrics = WorkerMetrics(Sources(WorkerStats, lambda: {"lru": 1}, lambda: {"kv": 1}), versions={"device": "cpu"})
+    stats = WorkerStats(tiers={"host": TierStats()})
+    metrics = WorkerMetrics(Sources(lambda: stats, lambda: {"lru": 1}, lambda: {"kv": 1}), versions={"device": "cpu"})
     metrics.step(tracing.step(1, 10**18, ["a"]))
     metrics.spans_dropped("queue_full", 1)
     assert set(emitted_metrics(metrics.registry)) == documented_metrics(WORKER)

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gateway import tracing
 from workers.metrics import BUSY_WINDOW_S, Sources, WorkerMetrics
-from workers.protocol import WorkerStats
+from workers.protocol import TierStats, WorkerStats
 
 SECOND = 10**9
 
@@ -39,6 +39,7 @@ def test_a_scrape_shows_the_engine() -> None:
     stats = WorkerStats(
         free_blocks=5, cached_blocks=6, used_blocks=7, running=3, waiting=2, preemptions=4, hit_tokens=80,
         query_tokens=100, drafts_accepted=12, drafts_rejected=13,
+        tiers={"host": TierStats(7, 6, 5, 4), "disk": TierStats(errors=3, up=False)},
     )  # fmt: skip
     metrics = WorkerMetrics(
         Sources(lambda: stats, lambda: {"lru": 9}, lambda: {"weights": 10, "kv": 20}, 36, ranks=lambda: 2)
@@ -60,6 +61,9 @@ def test_a_scrape_shows_the_engine() -> None:
     assert found["forebay_evictions_total,reason=lru"] == 9
     assert found["forebay_speculation_tokens_total,result=accepted"] == 12
     assert found["forebay_speculation_tokens_total,result=rejected"] == 13
+    told = ("bytes", "hits_tokens_total", "restored_blocks_total", "saved_blocks_total", "errors_total", "up")
+    assert [found[f"forebay_tier_{name},tier=host"] for name in told] == [7, 6, 5, 4, 0, 1]
+    assert [found[f"forebay_tier_{name},tier=disk"] for name in told] == [0, 0, 0, 0, 3, 0]
     assert found["forebay_device_memory_bytes,kind=kv"] == 20
     assert found["forebay_engine_step_seconds_sum"] == pytest.approx(0.03)
     assert found["forebay_engine_batch_size_sum"] == 2

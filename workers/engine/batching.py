@@ -4,8 +4,9 @@ Rules
 - Every step, computed tokens catch up with known tokens: decodes first, then prompts under way, then new ones, until
   the budget is spent. Chunked prefill, prefix hits and recompute after preemption are this one rule (iteration-level
   scheduling: Yu et al., "Orca", OSDI 2022, §3; chunks beside decodes: Agrawal et al., "Sarathi-Serve", OSDI 2024, §4).
-- Out of blocks: a victim is put back in line and computed again later (recompute), never swapped. A step with a victim
-  admits nobody. Who is victim: ``ServiceCounters``; how often at most and why that cannot deadlock: ``Roster``.
+- Out of blocks: a victim is put back in line and computed again later; where there is a host tier, what nobody else
+  could hit of it waits there (``tiers.py``). A step with a victim admits nobody. Who is victim: ``ServiceCounters``;
+  how often at most and why that cannot deadlock: ``Roster``.
 - More decodes than budget: the turn goes round in order of arrival, so each gets a token every few steps.
 - The cost of a step is linear in what runs; cached blocks and the length of the waiting line do not matter.
 """
@@ -66,7 +67,9 @@ class Batching:
             self._drafting.fill(plan)
         if not plan.chunks:
             plan.zero += self._pool.take_dirty()
-        return bool(plan.chunks or plan.zero)
+        if roster.tiers is not None:
+            plan.saves, plan.restores = roster.tiers.take_moves()
+        return bool(plan.runs or plan.zero)
 
     @property
     def in_turn(self) -> bool:
@@ -147,7 +150,7 @@ class Batching:
                 return -1, budget
             group = set(roster.group(victim))
             lost = {block for one in group for block in one.blocks}
-            roster.preempt(victim, now)
+            roster.preempt(victim, now, copies=plan.copies)
             budget += sum(chunk.count for chunk in plan.chunks if chunk.sequence in group)
             plan.chunks[:] = [chunk for chunk in plan.chunks if chunk.sequence not in group]
             if plan.copies:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from workers.engine.block_hash import BlockKey
 from workers.engine.eviction import REASONS, EvictionOrder
@@ -29,6 +30,15 @@ PUBLIC_OWNER = "\0public"
 """Owns the cached blocks of public prefixes: no tenant's flood counts against another's share of them."""
 HOT_PREFIXES = 64
 _NONE: frozenset[bytes] = frozenset()
+
+
+class Holding(NamedTuple):
+    """Whose content a block has, under which names a purge finds it."""
+
+    scope: bytes
+    owner: str
+    weight: float
+    labels: frozenset[bytes]
 
 
 class BlockPool:
@@ -56,6 +66,16 @@ class BlockPool:
         self.query_tokens = 0
         self.hit_tokens = 0
         self.evictions = dict.fromkeys((*REASONS, "purge"), 0)
+        self.on_evict: Callable[[int, BlockKey], None] | None = None
+        """Told of a cached block that is about to be given to somebody else, while all is known of it."""
+
+    def __contains__(self, key: BlockKey) -> bool:
+        """Whether a block is published under ``key``."""
+        return key in self._index
+
+    def holding(self, block: int) -> Holding:
+        """What is known of a block's content."""
+        return Holding(self._scope[block], self._owner[block], self._weight[block], self._labels[block])
 
     @property
     def free(self) -> int:
@@ -95,6 +115,10 @@ class BlockPool:
             block = self._free.pop()
         else:
             block, reason = self._cached.pick(owner)
+            if self.on_evict is not None:
+                key = self._key[block]
+                assert key is not None  # a cached block can be hit
+                self.on_evict(block, key)
             self._cached.remove(block)
             self._forget(block)
             self.evictions[reason] += 1
@@ -184,6 +208,15 @@ class BlockPool:
             self._weight[block] = 1.0
         return True
 
+    def touch(self, blocks: Sequence[int]) -> None:
+        """``blocks``, in a sequence's order, are the most recently used ones; the last of them goes first."""
+        self.acquire(blocks)
+        self.release(blocks)
+
+    def withdraw(self, block: int) -> None:
+        """A block in use that was published turned out to be bad: nobody hits it any more."""
+        self._forget(block)
+
     def count_query(self, tokens: int, hit: int, deepest: BlockKey | None) -> None:
         """Account one prefix query: ``hit`` of ``tokens`` were cached; ``deepest`` is the last key that hit."""
         self.query_tokens += tokens
@@ -206,12 +239,12 @@ class BlockPool:
         Returns how many blocks wait to be zeroed, and those still in use. Free blocks that still hold bytes of these
         scopes and labels are zeroed too. O(total blocks).
         """
-        concerned = _concerned(frozenset(scopes) - {b""}, frozenset(labels))
+        of_these = concerned(frozenset(scopes) - {b""}, frozenset(labels))
         named = frozenset(keys)
         zero: list[int] = []
         pending: set[int] = set()
         for block, key in enumerate(self._key):
-            if not (key in named or concerned(self._scope[block], self._labels[block])):
+            if not (key in named or of_these(self._scope[block], self._labels[block])):
                 continue
             if self.ref[block]:
                 self._forget(block)
@@ -222,7 +255,7 @@ class BlockPool:
                 self._forget(block)
                 self.evictions["purge"] += 1
                 zero.append(block)
-        stale = {b for b in self._free if concerned(self._scope[b], self._labels[b])}
+        stale = {b for b in self._free if of_these(self._scope[b], self._labels[b])}
         if stale:
             self._free = [b for b in self._free if b not in stale]
             zero.extend(stale)
@@ -278,7 +311,7 @@ class BlockPool:
         assert all(self._key[block] is None for block in free | dirty)
 
 
-def _concerned(scopes: frozenset[bytes], labels: frozenset[bytes]) -> Callable[[bytes, frozenset[bytes]], bool]:
+def concerned(scopes: frozenset[bytes], labels: frozenset[bytes]) -> Callable[[bytes, frozenset[bytes]], bool]:
     """Whether a block of a scope, with labels, is of one of ``scopes`` or bears one of ``labels``."""
     if not labels:
         return lambda scope, _: scope in scopes

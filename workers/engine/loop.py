@@ -31,16 +31,17 @@ from workers.engine.device_time import DeviceTime
 from workers.engine.outputs import last_output
 from workers.engine.plan import Runner, RunnerGoneError, SequenceFault, StepPlan, StepResult
 from workers.engine.planner import Planner
-from workers.engine.purge import PurgeTicket
+from workers.engine.purge import Receipts
 from workers.engine.record import SequenceRecord, StepRecord
 from workers.engine.sequence import Sequence
+from workers.engine.tier_desk import TierDesk, TierReport, TierStore, new_tiers
 from workers.protocol import Cancel, Drain, Generate, Purge, Purged, SequenceOutput, StepOutputs, WorkerStats
 
 IDLE_REPORT_S = 1.0
 MAX_FAILURES = 3
 _MEMORY_MARKS = ("out of memory", "can't allocate memory", "not enough memory")
 
-Message = Generate | Cancel | Purge | Drain | Ready | Install | Remove
+Message = Generate | Cancel | Purge | Drain | Ready | Install | Remove | TierReport
 _log = logging.getLogger(__name__)
 
 
@@ -63,6 +64,7 @@ class Engine:
     ``on_step(StepRecord)`` and ``on_record(SequenceRecord)``: figures for telemetry. ``on_drained()``: after ``Drain``,
     when the last request has ended. ``on_fatal(error)``: the loop has ended; without it the error ends the thread.
     ``grammars``: without it, requests with one are refused (``bad_request``); ``adapters``: likewise (``adapter``).
+    ``store``: the bytes of the tiers below the device; the runner moves blocks between both.
     """
 
     def __init__(
@@ -85,7 +87,9 @@ class Engine:
         max_failures: int = MAX_FAILURES,
         grammars: Grammars | None = None,
         adapters: AdapterTable | None = None,
+        store: TierStore | None = None,
     ) -> None:
+        tiers = None if store is None else new_tiers(config, store)
         self.planner = Planner(
             config,
             blocks=blocks,
@@ -94,11 +98,12 @@ class Engine:
             eos_ids=eos_ids,
             vocab_size=vocab_size,
             records=on_record is not None,
+            tiers=tiers,
         )
+        self._tiers = None if tiers is None or store is None else TierDesk(tiers, store, self.submit)
         self._runner = runner
         self._clock = clock_ns
         self._on_outputs = on_outputs
-        self._on_purged = on_purged
         self._on_step = on_step
         self._on_record = on_record
         self._on_drained = on_drained
@@ -110,7 +115,7 @@ class Engine:
         self._mail: SimpleQueue[Message | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._news: list[SequenceOutput] = []
-        self._purges: list[tuple[str, PurgeTicket]] = []
+        self._receipts = Receipts(on_purged)
         self._failures = 0
         self._step_ms = 0.0
         self._device = DeviceTime()
@@ -179,12 +184,14 @@ class Engine:
         started = self._clock()
         self._device.begin(started)
         plan = planner.plan(started)
+        if self._tiers is not None:
+            self._tiers.carry_out()
         if plan is None:
             self._report(planner.step + 1)
             return False
         before = self._clock()
         try:
-            if plan.chunks:
+            if plan.runs:
                 result = self._runner.run(plan)
             else:
                 self._runner.zero_blocks(plan.zero)
@@ -192,6 +199,8 @@ class Engine:
             after = self._clock()
             self._device.step(plan, after)
             outputs = planner.commit(plan, result, after)
+            if self._tiers is not None:
+                self._tiers.ran(plan, after - before)
         except Exception as error:
             outputs = self._failed(plan, error)
             after = self._clock()
@@ -266,8 +275,8 @@ class Engine:
             planner.step = step
             news, self._news = [self._device.told(output) for output in self._news], []
             self._on_outputs(StepOutputs(step, news, self._stats(self._step_ms)))
-        if self._purges and not planner.pool.dirty:
-            self._complete_purges()
+        if len(self._receipts) and not planner.pool.dirty:
+            self._receipts.settle(self._clock())
         self._adapters.sweep(planner.roster.requests, self._compiling)
         if self._draining and not self._drained and not len(planner) and not len(self._compiling):
             self._drained = True
@@ -296,8 +305,10 @@ class Engine:
             self._draining = True
         elif isinstance(message, Install | Remove):
             self._adapters.handle(message)
-        else:
+        elif message is None:
             self._stopping = True
+        elif self._tiers is not None:
+            self._tiers.handle(message)
 
     def _generate(self, message: Generate) -> None:
         if message.id in self.planner or message.id in self._compiling:
@@ -354,19 +365,10 @@ class Engine:
         dirty = self.planner.take_dirty()
         if dirty:
             self._runner.zero_blocks(dirty)
-        if self._on_purged is not None:
-            self._on_purged(Purged(message.id, ticket.blocks, ticket.pending))
-        if ticket.users:
-            self._purges.append((message.id, ticket))
-
-    def _complete_purges(self) -> None:
-        waiting: list[tuple[str, PurgeTicket]] = []
-        for name, ticket in self._purges:
-            if ticket.users:
-                waiting.append((name, ticket))
-            elif self._on_purged is not None:
-                self._on_purged(Purged(name, ticket.blocks, 0))
-        self._purges = waiting
+        if self._tiers is not None and ticket.below is not None:
+            self._tiers.carry_out()
+            self._tiers.purged(ticket.below)
+        self._receipts.add(message.id, ticket, self._clock())
 
     def _close(self) -> None:
         """The last outputs of whatever is unfinished."""
@@ -376,3 +378,5 @@ class Engine:
         for request_id in list(self.planner.roster.requests):
             self._news.extend(self.planner.refuse(request_id, "draining", now))
         self._report(self.planner.step + 1)
+        if self._tiers is not None:
+            self._tiers.close()

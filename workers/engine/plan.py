@@ -48,8 +48,17 @@ class StepPlan:
     destination is a later copy's source; a source may be a later copy's destination (read all, then write all)."""
     zero: list[int] = field(default_factory=list)
     """Blocks to zero before the copies and the forward pass (purged). A plan without chunks has only these."""
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    """(block, host slot): bytes to copy out before anything else touches the blocks (``tiers.py``)."""
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    """(host slot, block): bytes to copy in, after the zeroing and before the copies."""
     started_ns: int = 0
     """The caller's ``now`` at planning, for records."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is more to do than to zero blocks."""
+        return bool(self.chunks or self.saves or self.restores)
 
     @property
     def tokens(self) -> int:

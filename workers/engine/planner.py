@@ -25,6 +25,7 @@ from workers.engine.request import Limits, SequenceMaker
 from workers.engine.roster import Roster
 from workers.engine.sequence import Sequence
 from workers.engine.slots import Slots
+from workers.engine.tiers import Tiers
 from workers.protocol import FinishReason, Generate, SequenceOutput, WorkerStats
 
 OWNERS = 32
@@ -36,7 +37,8 @@ class Planner:
     """The engine without a device and without a thread.
 
     ``blocks``: size of the KV cache. ``max_context``: most prompt + output tokens. ``revision``: part of the prefix
-    keys. ``vocab_size``: refuse token ids at or above it. ``records``: keep timings for telemetry.
+    keys. ``vocab_size``: refuse token ids at or above it. ``records``: keep timings for telemetry. ``tiers``: what lies
+    below the device.
     """
 
     def __init__(
@@ -49,15 +51,19 @@ class Planner:
         eos_ids: Iterable[int] = (),
         vocab_size: int | None = None,
         records: bool = False,
+        tiers: Tiers | None = None,
     ) -> None:
         self.config = config
+        self.tiers = tiers
         self.step = 0
         self._owners_at = 0
         self._owners_then: dict[str, int] = {}
         eos = frozenset(eos_ids)
         self.limits = Limits(blocks, config.block_size, max_context, vocab_size, eos)
         self.pool = BlockPool(blocks, share=config.cache_share)
-        self.roster = Roster(self.pool, self.limits, Slots(config, blocks))
+        if tiers is not None:
+            self.pool.on_evict = lambda block, key: tiers.save(key, block, self.pool.holding(block))
+        self.roster = Roster(self.pool, self.limits, Slots(config, blocks), tiers)
         self._maker = SequenceMaker(
             revision=revision,
             eos=eos,
@@ -94,6 +100,8 @@ class Planner:
         refusal = self.limits.refusal(generate)
         if generate.beams is not None and not self.config.kv_cache_reuse:
             refusal = "bad_request"  # beams are lines of blocks
+        if self.tiers is not None and self.tiers.disk is not None and generate.cache_until:
+            self.tiers.disk.keep_until(generate.scope, generate.cache_until)
         sequences = self._maker.make(generate, self._ranks, now)
         if refusal is not None:
             for sequence in sequences:
@@ -148,6 +156,8 @@ class Planner:
         """What to compute next; None when there is nothing. Raises RuntimeError while a plan is open."""
         if self._open is not None:
             raise RuntimeError("plan: the last plan was neither committed nor failed")
+        if self.tiers is not None:
+            self.tiers.look_ahead(self.pool, self.roster.waiting, now)
         plan = StepPlan(self.step + 1, started_ns=now)
         if not self._batching.fill(plan, now):
             return None
@@ -178,20 +188,24 @@ class Planner:
         self._expect(plan)
         outputs = self._commit.apply(plan, result, now)
         self._open = None
+        if self.tiers is not None:
+            self.tiers.settle(True)
         self.roster.sweep()
         return self._cancelled(outputs, now)
 
     def fail(self, plan: StepPlan, ids: Collection[str], error: str, now: int = 0) -> list[SequenceOutput]:
         """Instead of ``commit``: the runner raised. The requests ``ids`` end with ``error``, the rest is planned again.
 
-        Whether the plan's copies were made is unknown, so sequences that depend on one are computed again.
+        Whether the plan's copies and restores were made is unknown, so sequences that depend on one are computed again.
         """
         self._expect(plan)
         self._open = None
+        if self.tiers is not None:
+            self.tiers.settle(False)
         outputs: list[SequenceOutput] = []
         for request_id in dict.fromkeys(ids):
             outputs.extend(self._end(request_id, "error", now, error))
-        copied = {target for _, target in plan.copies}
+        copied = {target for _, target in (*plan.copies, *plan.restores)}
         if copied:
             for sequence in self.roster.running:
                 if not copied.isdisjoint(sequence.blocks):
@@ -227,10 +241,14 @@ class Planner:
                 if named or not pending.isdisjoint(sequence.blocks):
                     sequence.purged = True
                     sequence.chain = None
+                    if self.tiers is not None:
+                        self.tiers.drop_swap(sequence)
                     if sequence.blocks:
                         ticket.users.update((sequence, *sequence.siblings))
         if ticket.users:
             self.roster.purges.open(ticket)
+        if self.tiers is not None:
+            ticket.below = self.tiers.purge(scopes, labels, keys)
         return ticket
 
     def take_dirty(self) -> list[int]:
@@ -262,6 +280,7 @@ class Planner:
             cached_by_tenant=self._owners(),
             drafts_accepted=0 if self._drafting is None else self._drafting.accepted,
             drafts_rejected=0 if self._drafting is None else self._drafting.rejected,
+            tiers={} if self.tiers is None else dict(self.tiers.stats()),
         )
 
     def _owners(self) -> dict[str, int]:

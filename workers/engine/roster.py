@@ -16,6 +16,7 @@ Rules
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence as Items
 from itertools import islice
 
 from workers.engine.block_pool import BlockPool
@@ -25,6 +26,7 @@ from workers.engine.request import Limits
 from workers.engine.sequence import Sequence
 from workers.engine.service import ServiceCounters
 from workers.engine.slots import Slots
+from workers.engine.tiers import Tiers
 from workers.engine.waiting import WaitingLine, by_arrival
 from workers.protocol import FinishReason
 
@@ -34,8 +36,9 @@ MAX_PREEMPTIONS = 4
 class Roster:
     """The sequences of one engine. ``slots`` counts choices, also those not forked yet."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, slots: Slots) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits, slots: Slots, tiers: Tiers | None = None) -> None:
         self.pool = pool
+        self.tiers = tiers
         self.limits = limits
         self.slots = slots
         self.requests: dict[str, list[Sequence]] = {}
@@ -84,6 +87,9 @@ class Roster:
         if sequence.chain is not None:
             sequence.chain.extend(sequence.keys, sequence.tokens, most)
             hits = pool.lookup(islice(sequence.keys, most))
+        below: list[int] = []
+        if self.tiers is not None and sequence.chain is not None:
+            below = self.tiers.lookup(islice(sequence.keys, len(hits), most))
         need = -(-known // size) - len(hits)
         spare = pool.available - self.promised - pool.idle(hits)
         worst = 0
@@ -99,20 +105,25 @@ class Roster:
         if missing > 0:
             return missing
         pool.acquire(hits)
-        hits.extend(
-            pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged) for _ in range(need)
-        )
+        if self.tiers is not None:
+            self.tiers.hold(below)  # before anything that is evicted now takes their slots
+        fresh = [pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged) for _ in range(need)]
+        hit, cached = len(hits), len(hits) * size
+        if self.tiers is not None:
+            cached = self.tiers.restore(sequence, below, fresh, hit)
+        hits.extend(fresh)
         pool.mark(hits, sequence.labels)
         if worst:
             self._promises[sequence] = worst - need
             self.promised += worst - need
-        self._start(sequence, hits, len(hits) - need, now)
+        if not sequence.high_water and not sequence.preemptions and sequence.chain is not None:
+            deepest = hit + len(below)
+            pool.count_query(known, cached, sequence.keys[deepest - 1] if deepest else None)
+        self._start(sequence, hits, hit, cached, now)
         return 0
 
-    def _start(self, sequence: Sequence, blocks: list[int], hit: int, now: int) -> None:
-        cached = hit * self.limits.block_size
-        if not sequence.high_water and not sequence.preemptions and sequence.chain is not None:
-            self.pool.count_query(len(sequence.tokens), cached, sequence.keys[hit - 1] if hit else None)
+    def _start(self, sequence: Sequence, blocks: list[int], hit: int, cached: int, now: int) -> None:
+        """``hit`` of the blocks are published already; ``cached`` tokens need not be computed."""
         sequence.blocks = blocks
         sequence.computed = cached
         sequence.published = hit
@@ -201,12 +212,20 @@ class Roster:
             self.waiting.put_back(child)
         lead.siblings = []
 
-    def preempt(self, sequence: Sequence, now: int, reason: str = "kv_pressure") -> None:
-        """Take its blocks and put it back in line. ``runner_error`` is nobody's preemption and is not counted."""
+    def preempt(
+        self, sequence: Sequence, now: int, reason: str = "kv_pressure", copies: Items[tuple[int, int]] = ()
+    ) -> None:
+        """Take its blocks and put it back in line. ``runner_error`` is nobody's preemption and is not counted.
+
+        ``copies``: those of the open plan.
+        """
         pressed = reason == "kv_pressure"
         self.preemptions += pressed
         group = self.group(sequence)
         lead = group[0]
+        lead.fetch = None
+        if self.tiers is not None and pressed:
+            self.tiers.swap_out(lead, copies)
         self.riders -= len(lead.siblings)
         for one in group:
             if one.blocks:
@@ -246,6 +265,8 @@ class Roster:
             else:
                 self._alight(sequence, living)
         self._release(sequence)
+        if self.tiers is not None:
+            self.tiers.drop_swap(sequence)
         self._redeem(sequence)
         if finish in ("stop", "length"):
             self.slots.ended(len(sequence.tokens))
@@ -329,3 +350,5 @@ class Roster:
         assert self.riders == sum(len(s.siblings) for s in self.running)
         assert self.promised == sum(self._promises.values()) <= self.pool.available + self.pool.dirty
         self.pool.check()
+        if self.tiers is not None:
+            self.tiers.check()

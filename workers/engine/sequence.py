@@ -26,6 +26,29 @@ if TYPE_CHECKING:
     from workers.engine.drafting import Drafter
 
 
+@dataclass(slots=True)
+class Swap:
+    """Where a preempted sequence's own blocks wait in host memory: those that nobody could hit."""
+
+    first: int
+    """Blocks before it are found under their keys, or everything is computed again."""
+    computed: int
+    """Tokens that were computed when it was preempted."""
+    slots: list[int]
+
+
+@dataclass(slots=True)
+class Fetch:
+    """What of a waiting sequence's prefix is being read from the disk."""
+
+    keys: list[BlockKey]
+    """In order of the prefix."""
+    missing: set[BlockKey]
+    """Not there yet; empty when the sequence waits for nothing."""
+    until_ns: int = 0
+    """It waits no longer than this."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of a request's ``n`` choices."""
@@ -83,8 +106,17 @@ class Sequence:
     """It was purged while it ran: it publishes nothing more and its blocks are zeroed when released."""
     drafter: Drafter | None = None
     """What speculation keeps of it; None before its first guess."""
+    swap: Swap | None = None
+    """While it waits, preempted: blocks of its own that come back with it (``tiers.py``)."""
+    fetch: Fetch | None = None
+    """Looked for on the disk already, if not None."""
     record: SequenceRecord | None = None
     """Timings for telemetry; None when nobody asked for them."""
+
+    @property
+    def fetching(self) -> bool:
+        """Whether it waits for the disk: others may overtake it."""
+        return self.fetch is not None and bool(self.fetch.missing)
 
     @property
     def output_len(self) -> int:

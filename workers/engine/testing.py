@@ -73,16 +73,19 @@ class FakeRunner:
         self.rows = 0
         """Rows computed, over all steps."""
         self.copies = 0
+        self.host: dict[int, list[Slot | None]] = {}
+        """What host slots hold, for plans that move blocks (``tiers.py``)."""
+        self.restores = 0
         self._step = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         """Zero, copy, write, read back, sample."""
         self._expect(plan.step > self._step, f"step {plan.step} follows step {self._step}")
         self._step = plan.step
-        self._expect(bool(plan.chunks), "a plan without chunks must not run")
+        self._expect(plan.runs, "a plan without chunks or moves must not run")
         if self.budget is not None:
             self._expect(plan.tokens <= self.budget, f"{plan.tokens} rows exceed the budget of {self.budget}")
-        self.zero_blocks(plan.zero)
+        self._move(plan)
         self._copy(plan.copies)
         self._write(plan.chunks)
         sampled: list[Sampled] = []
@@ -116,6 +119,21 @@ class FakeRunner:
     def holds(self, scope: bytes) -> int:
         """How many slots hold something of ``scope``."""
         return sum(slot is not None and slot.scope == scope for block in self.slots for slot in block)
+
+    def _move(self, plan: StepPlan) -> None:
+        """Save, zero, restore."""
+        saved = [slot for _, slot in plan.saves]
+        self._expect(len(saved) == len(set(saved)), "two blocks saved into one slot")
+        self._expect(not set(saved) & {slot for slot, _ in plan.restores}, "a slot saved and restored in one plan")
+        targets = [block for _, block in plan.restores]
+        self._expect(len(targets) == len(set(targets)), "two slots restored into one block")
+        for block, slot in plan.saves:
+            self.host[slot] = list(self.slots[block])
+        self.zero_blocks(plan.zero)
+        for slot, block in plan.restores:
+            self._expect(slot in self.host, f"slot {slot} was never filled")
+            self.slots[block] = list(self.host[slot])
+        self.restores += len(plan.restores)
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         targets = [target for _, target in copies]

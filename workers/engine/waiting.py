@@ -1,7 +1,8 @@
 """Sequences that wait for blocks, in order of arrival. The gateway orders the backlog; this line is short by design.
 
 Rules
-- First come, first served, and nobody overtakes a head that does not fit: the order of finishing follows it.
+- First come, first served, and nobody overtakes a head that does not fit: the order of finishing follows it. Who waits
+  for the disk is overtaken meanwhile.
 - A preempted sequence comes back at its old rank, so before everything that was never admitted.
 - Every operation is O(1) in the fresh ones and O(log n) in the preempted ones (at most ``max_running``).
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Iterator
 from operator import attrgetter
 
 from workers.engine.sequence import Sequence
@@ -43,9 +45,12 @@ class WaitingLine:
 
     def head(self) -> Sequence | None:
         """The next to admit."""
-        if self._returned:
-            return self._returned[0]
-        return next(iter(self._fresh.values())) if self._fresh else None
+        return next((sequence for sequence in self if not sequence.fetching), None)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In the order in which they are admitted."""
+        yield from self._returned
+        yield from self._fresh.values()
 
     @property
     def returned(self) -> int:

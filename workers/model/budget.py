@@ -41,11 +41,13 @@ class Budget:
     kv: int
     blocks: int
     adapters: int = 0
+    host: int = 0
+    """Blocks of ``engine.tiers`` in host memory, where that is the device's as well."""
 
     @property
     def planned(self) -> int:
         """Everything but the margin."""
-        return self.weights + self.activations + self.buffers + self.kv + self.adapters
+        return self.weights + self.activations + self.buffers + self.kv + self.adapters + self.host
 
     @property
     def short(self) -> int:
@@ -61,6 +63,7 @@ class Budget:
             "activations": self.activations,
             "buffers": self.buffers,
             **({"adapters": self.adapters} if self.adapters else {}),
+            **({"host_tier": self.host} if self.host else {}),
             "margin": self.margin,
             "left": self.free - self.planned - self.margin,
         }
@@ -105,10 +108,12 @@ def divide(
         buffers += model.hidden * max(model.vocab, 2 * model.intermediate) * dtype.itemsize
     per_token = kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, dtype.itemsize, engine.kv_dtype)
     per_token += beside.per_token
-    left = free - margin - weights - activations - buffers - engine.adapter_room
+    tier = engine.host_tier
+    host = tier.size if tier is not None and device.type == "cpu" else 0
+    left = free - margin - weights - activations - buffers - engine.adapter_room - host
     blocks = block_count(engine, per_token, left if device.type == "cuda" else left // 2)
     kv = blocks * engine.block_size * per_token
-    made = Budget(free, margin, weights, activations, buffers, kv, blocks, engine.adapter_room)
+    made = Budget(free, margin, weights, activations, buffers, kv, blocks, engine.adapter_room, host)
     if made.short and device.type == "cuda":
         figures = ", ".join(f"{name} {value:,}" for name, value in made.figures().items() if name != "left")
         raise KvCacheSizeError(

@@ -102,6 +102,8 @@ class DraftRunner:
         if plan.zero:
             self.forget(plan.zero)
             self.guesser.zero_blocks(plan.zero)
+        if plan.restores:
+            self.forget([block for _, block in plan.restores])
         if plan.copies:
             sources, targets = zip(*plan.copies, strict=True)
             self.guesser.copy_blocks(plan.copies)

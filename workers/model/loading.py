@@ -19,6 +19,7 @@ from workers.model.draft import DraftRunner
 from workers.model.draft_loading import Draft
 from workers.model.fitting import AdapterFitter, reject_adapters
 from workers.model.graphs import LARGEST, CudaRecorder, DecodeGraphs, GraphBackend
+from workers.model.host_tier import HostTier
 from workers.model.kv_cache import KvCacheSizeError, make_cache
 from workers.model.native.adapters import low_width
 from workers.model.native.build import NativeUnavailableError
@@ -30,6 +31,7 @@ from workers.model.quant.scheme import none_quantised, rounding
 from workers.model.quant.source import as_it_lies, open_gguf
 from workers.model.registry import BUILTIN, architecture
 from workers.model.runner import TorchRunner
+from workers.model.tier_store import Store, open_store
 from workers.model.weights import GgufSource, SafetensorsSource, Weights
 from workers.model_store import ModelFiles, ModelStoreError, Progress, resolve
 
@@ -67,6 +69,8 @@ class LoadedModel:
     """Those loaded at start; None: this engine takes none."""
     read_adapter: Callable[[str, str], LoadedAdapter] | None = None
     """(name, source) → an adapter that ``adapters`` may install. Any thread. Raises AdapterError."""
+    store: Store | None = None
+    """The tiers below the device."""
     fallback: str | None = None
     """Why ``auto`` did not take what it would rather have: the native kernel on a CPU, FlashInfer or Triton on CUDA."""
     ranks: Ranks | None = None
@@ -147,6 +151,17 @@ def load(
         target = architectures.get(config.architecture, "")
         made = _several(spread(config, files.dir, engine, target, max_context, dtype, device, beside), device)
     fitter = AdapterFitter(config, engine, made.runner, dtype, device, base_dir) if engine.adapter_room else None
+    cache_made, host_tier = made.runner.cache, engine.host_tier
+    if host_tier is not None:
+        made.runner.host = HostTier(host_tier.size, cache_made.block_bytes)
+    store = open_store(
+        engine,
+        made.runner.host,
+        revision=files.revision,
+        layout=type(cache_made).__name__,
+        dtype=str(dtype),
+        base_dir=base_dir,
+    )
     model = LoadedModel(
         runner=made.runner,
         config=config,
@@ -168,6 +183,7 @@ def load(
         device_name=device_name(device),
         adapters=fitter.table() if fitter is not None else None,
         read_adapter=fitter.read if fitter is not None else None,
+        store=store,
         fallback=made.passed_over if engine.attention == "auto" else None,
         ranks=made.ranks,
     )

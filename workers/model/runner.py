@@ -15,6 +15,7 @@ from workers.model.attention import Attend, AttentionBackend
 from workers.model.batch import Layout, lay_out, place
 from workers.model.deltas import Deltas, TorchAdapter, deltas_of
 from workers.model.graphs import DecodeGraphs
+from workers.model.host_tier import HostTier, prepare
 from workers.model.kv_cache import KvCache
 from workers.model.sampler import sample
 from workers.protocol import SamplingParams
@@ -50,16 +51,17 @@ class TorchRunner:
         self.decoder, self.cache, self.attention, self._device = decoder, cache, attention, device
         self._graphs = graphs
         self._adapters: dict[str, TorchAdapter] = {}
+        self.host: HostTier | None = None
+        """The tier below the device."""
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Zero, copy, compute, sample, in this order.
+        """Save, zero, restore, copy, compute, sample, in this order.
 
         Raises SequenceFault naming the sequences without one finite logit, ValueError for a plan that does not fit its
         sequences.
         """
-        self.cache.zero(plan.zero)
-        self.cache.copy(plan.copies)
+        prepare(plan, self.cache, self.host)
         if not plan.chunks:
             return StepResult([])
         layout = lay_out(plan.chunks, self.cache.block_size)

@@ -52,6 +52,7 @@ class Renderer:
             "pretty": pretty,
             "flow": flow,
             "decimal": decimal,
+            "size": size,
         }
         self._environment.globals["asset"] = self._asset
 
@@ -76,6 +77,15 @@ def count(value: float | None) -> str:
         if abs(value) >= limit:
             return f"{value / (limit if unit != 'k' else 1e3):.1f}{unit}"
     return f"{value:,.0f}"
+
+
+def size(value: float) -> str:
+    """Bytes in the unit that leaves one to four digits before the point."""
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
 
 
 def percent(value: float | None) -> str:

@@ -82,7 +82,8 @@ class Drive:
         assert plan.tokens <= self.config.max_step_tokens or not self.config.kv_cache_reuse
         kinds = [chunk.is_decode for chunk in plan.chunks]
         assert kinds == sorted(kinds, reverse=True), "decodes come first"
-        if plan.chunks:
+        self.ready(plan)
+        if plan.runs:
             result = self.runner.run(plan)
         else:
             self.runner.zero_blocks(plan.zero)
@@ -91,6 +92,9 @@ class Drive:
         self.take(self.planner.commit(plan, result, self.now))
         self.planner.check()
         return plan
+
+    def ready(self, plan: StepPlan) -> None:
+        """A plan is about to run."""
 
     def cancel(self, name: str, index: int | None = None) -> None:
         self.take(self.planner.cancel(name, self.now, index))

@@ -93,8 +93,8 @@ def no_copy(planner: Planner) -> None:
 def early_publish(planner: Planner) -> None:
     start = planner.roster._start
 
-    def eager(line: Sequence, blocks: list[int], hit: int, now: int) -> None:
-        start(line, blocks, hit, now)
+    def eager(line: Sequence, blocks: list[int], hit: int, cached: int, now: int) -> None:
+        start(line, blocks, hit, cached, now)
         planner._commit._publish(line, len(line.tokens) // 4)
 
     planner.roster._start = eager  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class Bench:
             vocab_size=self.model.vocab_size,
             on_outputs=self._take,
             adapters=self.model.adapters,
+            store=self.model.store,
         )
 
     def _take(self, news: StepOutputs) -> None:
@@ -91,7 +93,9 @@ class Bench:
                 self.engine.step()
         for _ in range(100_000):
             if not self.engine.step():
-                break
+                if not len(self.engine.planner):
+                    break
+                time.sleep(0.001)  # a sequence waits for the disk
         self.engine.planner.check()
         return [self.done[request.id, 0] for request in requests]
 

@@ -86,6 +86,19 @@ def test_a_model_that_guesses_for_itself_is_always_right(folders: dict[str, Path
     assert (made.preemptions > 0) == (blocks == 11)
 
 
+def test_what_comes_back_from_a_tier_is_unknown_to_the_draft_model(folders: dict[str, Path]) -> None:
+    """Restored blocks hold the larger model's keys and values only: the draft model computes its own first."""
+    tiers = [{"kind": "host", "size": "1MiB"}]
+    made = bench(folders["model"], engine(folders["model"], blocks=11, tiers=tiers))
+    found = made.run(requests(), stagger=2)
+    plain = bench(folders["model"], engine(None)).run(requests())
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    stats = made.engine.planner.stats()
+    assert stats.tiers["host"].restored_blocks > 0
+    assert stats.drafts_accepted > 100
+    assert stats.drafts_rejected == 0
+
+
 def test_choices_share_what_the_draft_model_knows(folders: dict[str, Path]) -> None:
     """n > 1: the tail is copied for both models, each choice then guesses for its own tokens."""
     made = bench(folders["model"], engine(folders["model"]))

@@ -36,6 +36,12 @@ EXAMPLES: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
     "weight_dtype": lambda folder: {"weight_dtype": "int4"},
     "tensor_parallel": lambda folder: {"tensor_parallel": 2},
     "pipeline_parallel": lambda folder: {"pipeline_parallel": 2},
+    "tiers": lambda folder: {
+        "tiers": [
+            {"kind": "host", "size": "64KiB"},
+            {"kind": "disk", "path": str(folder / "kv"), "size": "1MiB"},
+        ]
+    },
 }
 """The smallest setting of each switch that turns it on. ``folder`` may hold what it names; it is the pair's own."""
 BASE: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "block_size": 16, "blocks": 11}

@@ -11,6 +11,7 @@ from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from workers.engine.sequence import Sequence
 from workers.engine.verify import fold, standings
 from workers.model.deltas import used
+from workers.model.host_tier import HostTier, prepare
 from workers.model.masks import allows
 from workers.model.native.adapters import NativeAdapter
 from workers.model.native.decoder import NativeCache, NativeDecoder, Rows
@@ -23,15 +24,16 @@ class NativeRunner:
     def __init__(self, decoder: NativeDecoder, cache: NativeCache) -> None:
         self.decoder, self.cache = decoder, cache
         self._adapters: dict[str, NativeAdapter] = {}
+        self.host: HostTier | None = None
+        """The tier below the cache."""
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Zero, copy, compute, sample, in this order.
+        """Save, zero, restore, copy, compute, sample, in this order.
 
         Raises ValueError for a plan that does not fit its sequences, SequenceFault for an adapter that is not held.
         """
-        self.cache.zero(plan.zero)
-        self.cache.copy(plan.copies)
+        prepare(plan, self.cache, self.host)
         if not plan.chunks:
             return StepResult([])
         rows, samplers, own = layout(plan, self.cache.block_size)
