@@ -1,8 +1,9 @@
 """What scheduling costs: ``python -m tests.bench.scheduling_cost [POLICY ...]``.
 
 Per policy, in microseconds: push + pop + charge (median and 99th percentile) with 100,000 jobs of 1,000 tenants queued;
-dispatch, charge and finish through ``JobQueue``; a dispatch that finds nothing that fits. And the milliseconds in which
-10,000 queued jobs move to a fresh instance. Nothing is asserted: the figures depend on the machine.
+dispatch, charge and finish through ``JobQueue``; a turn in which no worker has room, as the gateway has it
+(``gateway.gate.fill``); a policy that is asked and finds nothing that fits. And the milliseconds in which 10,000 queued
+jobs move to a fresh instance. Nothing is asserted: the figures depend on the machine.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 
+from gateway.gate import Load, Room, fill
 from policies.manager import make_manager
 from policies.queue import JobQueue
 from policies.registry import Registry
 from policies.spi import PolicyContext, SchedulingPolicy
 from policies.testing import always, make_job
-from policies.types import Charge, Job, PrefixKey
+from policies.types import Charge, Job, PrefixKey, WorkerView
 
 QUEUED = 100_000
 TENANTS = 1_000
@@ -39,6 +41,7 @@ class Figures:
     median_us: float
     p99_us: float
     queue_us: float
+    no_room_us: float
     nothing_fits_us: float
     move_ms: float
 
@@ -132,6 +135,15 @@ def measure(name: str, keys: int = 0) -> Figures:
 
     via_queue = timed(through(job) for job in more[ROUNDS : ROUNDS + 4000])
     blocked = timed((lambda: queue.next(now, lambda job: False)) for _ in range(100))
+    view = WorkerView("w", "m", "p", max_running=64, free_blocks=1, total_blocks=625, block_size=16)
+    rooms = [Room.of(view, [Load(0, 1, started=True)], 512, stale=False)]
+
+    def turn() -> bool:
+        return fill(
+            queue, rooms, now, claim=lambda job: (1, False), could_fit=always, send=lambda dispatch, rooms: None
+        )
+
+    full = timed(turn for _ in range(100))
     moved = []
     for _ in range(5):
         queue = JobQueue(build(name))
@@ -146,6 +158,7 @@ def measure(name: str, keys: int = 0) -> Figures:
         median_us=statistics.median(took),
         p99_us=statistics.quantiles(took, n=100)[98],
         queue_us=statistics.median(via_queue),
+        no_room_us=statistics.median(full),
         nothing_fits_us=statistics.median(blocked),
         move_ms=statistics.median(moved) / 1000,
     )
@@ -167,7 +180,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=0, help="prefix keys per job, for locality (default 0)")
     arguments = parser.parse_args()
     chosen = arguments.policies
-    heads = ("median us", "p99 us", "in queue us", "nothing fits us", f"{MOVED} move ms")
+    heads = ("median us", "p99 us", "in queue us", "no room us", "nothing fits us", f"{MOVED} move ms")
     write = sys.stdout.write
     write(f"{QUEUED} jobs of {TENANTS} tenants queued; budget {BUDGET_US:.0f} us for push + pop + charge\n")
     write(f"{'policy':13}" + "".join(f"{head:>17}" for head in heads) + "\n")

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.long
 
 QUIET = {
     "alert: ", "tenants: Turned away per second", "fairness: Behind in virtual time", "engine: Cached blocks given up",
-    "latency: Spans lost", "engine: Memory",
+    "latency: Spans lost", "engine: Memory", "engine: Guesses accepted",
+    "engine: Adapters", "engine: Tokens computed with", "engine: KV bytes",
 }  # fmt: skip
 """What rightly has no series while all is well, with a worker that has no model."""
 

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from playwright.async_api import Browser
 
 from gateway.settings import PolicyUse
@@ -37,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "models": [pool(2, blocks=512, max_running=8)],
 }
 CALLERS = {"search": 20, "assist": 9, "batch": 8}
-CALM = 10
+CALM = 20
 """Callers that are left for the picture of the requests, so that all of its tables can be seen."""
 SHOTS = (
     ("overview", "", {"color_scheme": "light"}, None),
@@ -79,6 +80,7 @@ async def shoot(site: Site, browser: Browser, wanted: Collection[str], callers: 
             clip = {"clip": {"x": 0, "y": 0, "width": width, "height": height}} if height else {}
             target = IMAGES / f"console-{name}.png"
             await opened.page.screenshot(path=target, full_page=True, **clip)  # type: ignore[arg-type]
+            Image.open(target).convert("RGB").quantize(256).save(target, optimize=True)
             assert target.stat().st_size < MAX_BYTES, f"{target}: {target.stat().st_size} bytes"
 
 
