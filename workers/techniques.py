@@ -103,6 +103,12 @@ def is_on(config: EngineConfig, name: str) -> bool:
     return bool(getattr(config, name) != type(config).model_fields[name].default)
 
 
+def exact_part(config: EngineConfig) -> EngineConfig:
+    """The same settings with every lossy switch off: what a lossy one is compared with."""
+    fields = type(config).model_fields
+    return config.model_copy(update={one.field: fields[one.field].default for one in SWITCHES if not one.exact})
+
+
 def check(config: EngineConfig, refusals: Sequence[Refusal] = REFUSALS) -> None:
     """Raises ValueError naming both fields, their values, why they exclude each other and the remedy."""
     for one in refusals:

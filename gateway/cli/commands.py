@@ -11,6 +11,7 @@ from gateway.cli import (
     cache,
     config,
     doctor,
+    evaluate,
     keys,
     model,
     plugins,
@@ -42,6 +43,7 @@ plugins.register(app)
 doctor.register(app)
 model.register(app)
 bench.register(app)
+evaluate.register(app)
 top.register(app)
 simulate.register(app)
 requests.register(app)

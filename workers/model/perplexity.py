@@ -21,8 +21,9 @@ CHUNK = 128
 """Rows at a time: logits of a whole text would take its tokens × vocabulary × 4 bytes."""
 
 
-def log_probabilities(model: LoadedModel, tokens: Items[int], chunk: int = CHUNK) -> Tensor:
-    """fp64 [len(tokens) - 1]: natural logarithm of the probability of each token but the first, given those before.
+def read(model: LoadedModel, tokens: Items[int], chunk: int = CHUNK) -> tuple[list[float], list[int]]:
+    """Of each token but the first: the natural logarithm of its probability given those before, and which token was
+    the likeliest in its place. Two lists of len(tokens) - 1.
 
     Runs in the first blocks of the model's cache, which nobody else may be using, and leaves them zeroed. Raises
     ValueError for fewer than two tokens, and for more than the context or the cache holds.
@@ -32,16 +33,23 @@ def log_probabilities(model: LoadedModel, tokens: Items[int], chunk: int = CHUNK
         raise ValueError(f"a text of {len(tokens)} tokens cannot be measured here; from 2 to {most} can")
     blocks = list(range(-(-len(tokens) // model.block_size)))
     one = Sequence("text", 0, list(tokens), len(tokens), 1, SamplingParams(), blocks=blocks)
-    found = []
+    found: list[float] = []
+    likeliest: list[int] = []
     try:
         for start in range(0, len(tokens) - 1, chunk):
             count = min(chunk, len(tokens) - 1 - start)
             logits = model.runner.logits(Chunk(one, start, count)).double()
             after = torch.tensor(tokens[start + 1 : start + 1 + count], device=logits.device)
-            found.append(logits.log_softmax(-1).gather(1, after[:, None])[:, 0].cpu())
+            found += logits.log_softmax(-1).gather(1, after[:, None])[:, 0].tolist()
+            likeliest += logits.argmax(-1).tolist()
     finally:
         model.runner.zero_blocks(blocks)
-    return torch.cat(found)
+    return found, likeliest
+
+
+def log_probabilities(model: LoadedModel, tokens: Items[int], chunk: int = CHUNK) -> Tensor:
+    """fp64 [len(tokens) - 1]: the first part of ``read``. Raises ValueError as it does."""
+    return torch.tensor(read(model, tokens, chunk)[0], dtype=torch.float64)
 
 
 def perplexity(model: LoadedModel, tokens: Items[int], chunk: int = CHUNK) -> float:
