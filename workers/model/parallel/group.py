@@ -60,7 +60,7 @@ class Group:
         own = tokens - self._split.lane * len(table)
         here = (own >= 0) & (own < len(table))
         rows = table[own.where(here, 0)]
-        return self.add(rows * here[:, None])
+        return self.add(rows.masked_fill_(~here[:, None], 0))
 
     def receive(self, shape: tuple[int, int], like: Tensor) -> Tensor:
         """As ``Place.receive``."""

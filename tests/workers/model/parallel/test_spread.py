@@ -14,6 +14,7 @@ from tests.workers.model.harness import GREEDY, Bench
 from workers.config import EngineConfig
 from workers.engine.plan import StepPlan
 from workers.model import budget
+from workers.model.draft import DraftRunner
 from workers.model.loading import LoadedModel, load
 from workers.model.parallel.spread import SpreadRunner
 from workers.model.runner import TorchRunner
@@ -100,6 +101,30 @@ def test_tokens_are_those_of_one_device(
     assert isinstance(spread.model.runner, SpreadRunner)
     assert spread.model.ranks is not None
     assert spread.model.ranks.alive == spread.model.attention.count("ranks") * _ranks(way)
+    spread.model.ranks.close()
+
+
+@pytest.mark.parametrize("way", ["tp2", "pp2"])
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_guesses_are_made_by_one_rank_and_checked_by_all(
+    method: str, way: str, source: Callable[[str], Path], alone: Callable[[str], Bench]
+) -> None:
+    """engine E5, I5: the tokens of one device, although rank 0 alone knows which rows are guesses."""
+    speculation = {"method": method, "tokens": 3, "ngram_min": 1}
+    if method == "draft":
+        speculation = {"method": method, "tokens": 3, "draft_model": str(source("qwen3"))}
+    changes = {"blocks": 40, "speculation": speculation, **WAYS[way]}
+    spread = Bench(source("qwen3"), EngineConfig.model_validate({**ENGINE.model_dump(mode="json"), **changes}))
+    spread.engine._clock = lambda: 0  # rows cost nothing: guesses are always worth it
+    if isinstance(spread.model.runner, DraftRunner):
+        spread.model.runner._clock = lambda: 0
+    spread.run(CROWD, stagger=1)
+    expected = alone("qwen3")
+    assert {key: one.tokens for key, one in spread.done.items()} == {
+        key: one.tokens for key, one in expected.done.items()
+    }
+    assert spread.engine.planner.stats().drafts_accepted > 0
+    assert spread.model.ranks is not None
     spread.model.ranks.close()
 
 
