@@ -128,6 +128,8 @@ class WorkerRow:
     used_blocks: int
     hit_rate: float | None
     """Prompt tokens found in the prefix cache over those looked up, since its start; None before the first."""
+    acceptance: float | None
+    """Guesses of speculative decoding that were right over all that were checked; None before the first."""
     step_ms: float
     tenants: tuple[tuple[str, int], ...]
     """KV blocks by tenant, computed from the running requests' tokens; most first."""
@@ -355,6 +357,7 @@ def _worker(
 ) -> WorkerRow:
     stats, hello = handle.stats, handle.hello
     loss = described.get("last_loss")
+    guesses = stats.drafts_accepted + stats.drafts_rejected
     return WorkerRow(
         name=handle.name,
         model=handle.model,
@@ -375,6 +378,7 @@ def _worker(
         cached_blocks=stats.cached_blocks,
         used_blocks=stats.used_blocks,
         hit_rate=stats.hit_tokens / stats.query_tokens if stats.query_tokens else None,
+        acceptance=stats.drafts_accepted / guesses if guesses else None,
         step_ms=stats.step_ms,
         tenants=_most_first(tenants),
         cached_tenants=_most_first(cached),

@@ -213,6 +213,7 @@ def _describe(slot: WorkerSlot, now: float) -> dict[str, Any]:
         "running": stats.running,
         "waiting": stats.waiting,
         "preemptions": stats.preemptions,
+        "drafts": {"accepted": stats.drafts_accepted, "rejected": stats.drafts_rejected},
         "kv_blocks": {"free": stats.free_blocks, "cached": stats.cached_blocks, "used": stats.used_blocks},
         "adapters": sorted(handle.adapters.held),
         "tiers": {name: {"bytes": tier.bytes, "up": tier.up} for name, tier in stats.tiers.items()},
