@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from workers.engine.beams import Candidate
 from workers.engine.plan import Sampled, SequenceFault
@@ -29,8 +30,12 @@ from workers.model.masks import forbid
 from workers.model.philox import uniforms
 from workers.protocol import TokenLogprob
 
-_TOP_P_WIDTH = 1024
-"""Candidates sorted at first for top_p; most distributions hold their mass there, a full sort costs milliseconds."""
+_TOP_P_WIDTH = 64
+"""Candidates sorted at first for top_p, eight times as many where these do not hold the mass."""
+COLDEST = 1e-30
+"""Temperatures below are as cold: fp32 knows no smaller ones."""
+_PIECE = 64
+"""Tokens whose probabilities are summed before anything is accumulated: a sum is many times quicker."""
 
 
 def sample(logits: Tensor, samplers: list[Sequence]) -> list[Sampled]:
@@ -52,13 +57,13 @@ def sample(logits: Tensor, samplers: list[Sequence]) -> list[Sampled]:
     likeliest = _candidates(logits[beams], [samplers[row] for row in beams]) if beams else []
     adjust(logits, samplers)
     stuck = forbid(logits, samplers)
-    tokens = logits.argmax(dim=-1)
     random = [row for row, one in enumerate(samplers) if one.params.temperature > 0]
-    if random:
-        drawn = _draw(logits[random], [samplers[row] for row in random])
-        # A row without any possible token keeps argmax's answer instead of the draw's.
-        possible = logits[random].amax(dim=-1) > -math.inf
-        tokens[random] = torch.where(possible, drawn, tokens[random])
+    if len(random) == len(samplers):
+        tokens = _draw(logits, samplers)
+    else:
+        tokens = logits.argmax(dim=-1)
+        if random:
+            tokens[random] = _draw(logits[random], [samplers[row] for row in random])
     chosen = tokens.tolist()
     results = [Sampled([token]) for token in chosen]
     if raw is not None:
@@ -80,19 +85,32 @@ def _candidates(logits: Tensor, beams: list[Sequence]) -> list[list[Candidate]]:
 
 
 def _draw(logits: Tensor, samplers: list[Sequence]) -> Tensor:
-    """Draw by inverting the cumulative distribution at one uniform number per row, in double precision."""
+    """Draw by inverting the cumulative distribution at one uniform number per row. ``logits`` is overwritten.
+
+    Probabilities are fp32, sums of them fp64: first of pieces, then within the piece where the number falls.
+    A row without any possible token gets some token.
+    """
     device = logits.device
-    params = [one.params for one in samplers]
-    temperature = torch.tensor([one.temperature for one in params], dtype=torch.float64, device=device)
+    coldest = [max(one.params.temperature, COLDEST) for one in samplers]
     # The maximum goes first, so that a tiny temperature cannot make inf - inf.
-    scaled = ((logits - logits.amax(dim=-1, keepdim=True)).double() / temperature[:, None]).float()
-    scaled.masked_fill_(scaled < _cut(scaled, samplers)[:, None], -math.inf)
+    scaled = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(torch.tensor(coldest, device=device)[:, None])
+    if any(one.params.top_k > 0 or one.params.top_p < 1 or one.params.min_p > 0 for one in samplers):
+        scaled.masked_fill_(scaled < _cut(scaled, samplers)[:, None], -math.inf)
     _keep_typical(scaled, samplers)
-    cumulative = scaled.exp().double().cumsum(dim=-1)
-    total = cumulative[:, -1]
+    chances = scaled.exp_()
+    spare = -chances.shape[1] % _PIECE
+    pieces = (pad(chances, (0, spare)) if spare else chances).view(len(samplers), -1, _PIECE)
+    ends = pieces.sum(dim=-1, dtype=torch.float64).cumsum_(dim=-1)
+    total = ends[:, -1]
     number = torch.from_numpy(uniforms((one.seed for one in samplers), (len(one.tokens) for one in samplers)))
-    target = torch.minimum(number.to(device) * total, torch.nextafter(total, torch.zeros_like(total)))
-    found = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    target = torch.minimum(number.to(device) * total, torch.nextafter(total, torch.zeros_like(total)))[:, None]
+    place = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
+    before = torch.where(place > 0, ends.gather(1, (place - 1).clamp_(min=0)), 0.0)
+    own = pieces.gather(1, place[:, :, None].expand(-1, -1, _PIECE))[:, 0]
+    inside = (own.double().cumsum_(dim=-1) + before <= target).sum(dim=-1)
+    # Sums in another order differ in their last bits: what falls behind the piece is its last possible token.
+    last = _PIECE - 1 - (own > 0).flip(-1).byte().argmax(dim=-1)
+    found = place[:, 0] * _PIECE + torch.minimum(inside, last)
     return found.clamp_(max=logits.shape[1] - 1)
 
 
@@ -110,26 +128,34 @@ def _cut(scaled: Tensor, samplers: list[Sequence]) -> Tensor:
         cut[rows] = best.gather(1, counts[:, None] - 1)[:, 0]
     if rows := rows_where(lambda one: one.params.top_p < 1):
         wanted = torch.tensor([samplers[row].params.top_p for row in rows], dtype=torch.float64, device=scaled.device)
-        cut[rows] = _top_p_cut(scaled[rows].masked_fill(scaled[rows] < cut[rows][:, None], -math.inf), wanted)
+        part = scaled if len(rows) == len(scaled) else scaled[rows]
+        cut[rows] = _top_p_cut(part, cut[rows], wanted)
     if rows := rows_where(lambda one: one.params.min_p > 0):
         floors = [math.log(min(samplers[row].params.min_p, 1.0)) for row in rows]
         cut[rows] = torch.maximum(cut[rows], torch.tensor(floors, device=scaled.device))
     return cut
 
 
-def _top_p_cut(scaled: Tensor, wanted: Tensor) -> Tensor:
-    """Smallest logit of the smallest set of most probable tokens that holds mass ``wanted`` (arXiv:1904.09751)."""
+def _top_p_cut(scaled: Tensor, floor: Tensor, wanted: Tensor) -> Tensor:
+    """Smallest logit of the smallest set of most probable tokens that holds mass ``wanted`` (arXiv:1904.09751), of
+    those that are at least ``floor``."""
     vocab, width = scaled.shape[1], _TOP_P_WIDTH
-    total = scaled.exp().sum(dim=-1, dtype=torch.float64)
-    cut = torch.full((len(scaled),), -math.inf, device=scaled.device)
+    chances = scaled.exp()
+    if bool((floor > -math.inf).any()):
+        chances.masked_fill_(scaled < floor[:, None], 0.0)
+    total = chances.sum(dim=-1, dtype=torch.float64)
+    cut = floor.clone()
     pending = torch.arange(len(scaled), device=scaled.device)
     while len(pending):
         width = min(width, vocab)
-        best = scaled[pending].topk(width, dim=-1).values
-        before = best.exp().double().cumsum(dim=-1) - best.exp().double()
+        best = (scaled if len(pending) == len(scaled) else scaled[pending]).topk(width, dim=-1).values
+        mass = best.exp().double()
+        mass.masked_fill_(best < floor[pending][:, None], 0.0)
+        before = mass.cumsum(dim=-1) - mass
         kept = (before < (wanted[pending] * total[pending])[:, None]).sum(dim=-1).clamp_(min=1)
         done = torch.logical_or(kept < width, torch.full_like(kept, width == vocab, dtype=torch.bool))
-        cut[pending[done]] = best.gather(1, kept[:, None] - 1)[:, 0][done]
+        found = torch.maximum(best.gather(1, kept[:, None] - 1)[:, 0], floor[pending])
+        cut[pending[done]] = found[done]
         pending, width = pending[~done], width * 8
     return cut
 

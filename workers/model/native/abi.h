@@ -1,5 +1,6 @@
 // What crosses the C boundary. abi.py has the same fields in the same order.
 #pragma once
+#include "draw.h"
 #include "linear.h"
 
 extern "C" {
@@ -31,7 +32,8 @@ struct FbStep {
   const int* blocks;                      // all block tables, one after the other
   const int* sample_rows;                 // [samples]
   float* logits;                          // [samples][head.n]
-  int* best;                              // [samples] the highest logit's token, the first of equals; -1 without any
+  int* best;                              // [samples] the token; -1 where no logit is above -inf, kNotFinite (draw.h)
+  const fb::Choice* choices;              // [samples] how to choose; null: the highest logit's, the first of equals
   const int* lora;                        // [chunks] which of `adapters`, -1: none; not read when `loras` is 0
   const fb::Lora* const* adapters;        // [loras] those of this step, each [layers][kSites]
   int loras, unused;

@@ -86,6 +86,7 @@ class Step(ctypes.Structure):
                 "sample_rows",
                 "logits",
                 "best",
+                "choices",
                 "lora",
                 "adapters",
             )

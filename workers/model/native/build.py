@@ -32,6 +32,7 @@ SOURCES = (
     "kept.h",
     "attention.h",
     "rows.h",
+    "draw.h",
     "abi.h",
     "adapted.h",
     "step.cpp",

@@ -8,6 +8,7 @@ Rules
 from __future__ import annotations
 
 import ctypes
+import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from workers.model.native.build import NativeUnavailableError, load
 from workers.model.quant.matrix import Quantised
 from workers.model.weights import LayerWeights, Weights
 
+CHOICE = struct.Struct("@fffid")
+"""Temperature, top_p, min_p, top_k and a uniform number in [0, 1) (``draw.h``)."""
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 _NO_MEMORY = 2
@@ -193,10 +196,13 @@ class NativeDecoder:
         self._logits = torch.empty(0)
         self._best: array[int] = array("i")
 
-    def forward(self, rows: Rows, adapters: Sequence[NativeAdapter] = ()) -> tuple[Tensor, array[int]]:
-        """fp32 logits [samples, vocab] (valid until the next call) and each one's most likely token.
+    def forward(
+        self, rows: Rows, choices: bytearray | None = None, adapters: Sequence[NativeAdapter] = ()
+    ) -> tuple[Tensor, array[int]]:
+        """fp32 logits [samples, vocab] (valid until the next call) and each one's token.
 
-        ``adapters``: what ``rows.lora`` counts.
+        ``choices``: a ``CHOICE`` for each; without it, and where its temperature is 0, the most likely. Below 0 where
+        there is none, or where a logit to draw from is not finite. ``adapters``: what ``rows.lora`` counts.
         Raises MemoryError for a step whose buffers do not fit; a smaller one may be run afterwards.
         """
         count, samples = len(rows.tokens), len(rows.sample_rows)
@@ -213,6 +219,7 @@ class NativeDecoder:
                 "vocab": self.config.vocab,
                 "logits": self._logits.data_ptr(),
                 "best": self._best.buffer_info()[0],
+                "choices": None if choices is None else ctypes.addressof(ctypes.c_char.from_buffer(choices)),
                 "adapters": ctypes.addressof(tables),
                 "loras": len(adapters),
                 "unused": 0,

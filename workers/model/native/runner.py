@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from workers.model.deltas import used
 from workers.model.host_tier import HostTier, prepare
 from workers.model.masks import allows
 from workers.model.native.adapters import NativeAdapter
-from workers.model.native.decoder import NativeCache, NativeDecoder, Rows
-from workers.model.sampler import sample
+from workers.model.native.decoder import CHOICE, NativeCache, NativeDecoder, Rows
+from workers.model.philox import uniforms
+from workers.model.sampler import COLDEST, sample
 
 
 class NativeRunner:
@@ -45,12 +47,18 @@ class NativeRunner:
     def _sampled(
         self, rows: Rows, samplers: list[Sequence], own: list[int], adapters: list[NativeAdapter]
     ) -> list[Sampled]:
-        logits, best = self.decoder.forward(rows, adapters)
-        choosy = [place for place, one in enumerate(samplers) if not _takes(one, best[own[place]])]
+        drawn, choices = _choices(len(rows.sample_rows), samplers, own)
+        logits, best = self.decoder.forward(rows, choices, adapters)
+        choosy = [
+            place
+            for place, one in enumerate(samplers)
+            if best[own[place]] < 0 or not (own[place] in drawn or _takes(one, best[own[place]]))
+        ]
         if not choosy:
             return [Sampled([best[row]]) for row in own]
         if len(choosy) == len(samplers):
-            return sample(logits[torch.tensor(own)] if len(own) != len(logits) else logits, samplers)
+            # Rows of the kernel are padded; the sampler's lie one after the other.
+            return sample(logits[torch.tensor(own)] if len(own) != len(logits) else logits.contiguous(), samplers)
         chosen = sample(logits[torch.tensor([own[place] for place in choosy])], [samplers[place] for place in choosy])
         sampled = [Sampled([best[row]]) for row in own]
         for place, one in zip(choosy, chosen, strict=True):
@@ -96,17 +104,43 @@ def _takes(sequence: Sequence, token: int) -> bool:
 
     The most likely token of all is the most likely that a grammar allows, if it allows it.
     """
-    if token < 0 or not _greedy(sequence):
+    if not _greedy(sequence):
         return False
     return sequence.constraint is None or allows(sequence.constraint, token)
 
 
+def _choices(rows: int, samplers: list[Sequence], own: list[int]) -> tuple[set[int], bytearray | None]:
+    """Which rows the kernel draws from, and how. Rows that several choices draw from are the sampler's."""
+    once = Counter(own)
+    found = [
+        (row, one)
+        for row, one in zip(own, samplers, strict=True)
+        if one.params.temperature > 0 and one.constraint is None and _plain(one) and once[row] == 1
+    ]
+    if not found:
+        return set(), None
+    numbers = uniforms((one.seed for _, one in found), (len(one.tokens) for _, one in found))
+    choices = bytearray(rows * CHOICE.size)
+    for (row, one), number in zip(found, numbers.tolist(), strict=True):
+        params = one.params
+        temperature = max(params.temperature, COLDEST)
+        CHOICE.pack_into(
+            choices, row * CHOICE.size, temperature, params.top_p, params.min_p, min(params.top_k, 2**31 - 1), number
+        )
+    return {row for row, _ in found}, choices
+
+
 def _greedy(sequence: Sequence) -> bool:
     """True when the most likely token is the answer, whatever else the sampler could do."""
+    return sequence.params.temperature == 0 and _plain(sequence)
+
+
+def _plain(sequence: Sequence) -> bool:
+    """Whether logits are taken as they are, and only the token is wanted."""
     params = sequence.params
     return (
-        params.temperature == 0
-        and sequence.search is None
+        sequence.search is None
+        and params.typical_p >= 1
         and params.logprobs is None
         and not params.logit_bias
         and params.presence_penalty == 0

@@ -61,7 +61,8 @@ struct Local {
   alignas(64) typename P::T q[kMaxDim];
   Array<typename P::T> rows, panel;
   const char *ahead = nullptr, *ahead_end = nullptr;  // weights that it will read next
-  Local(long hidden, long deepest) : rows(kFew * hidden), panel(kPanel * deepest) {}
+  Draw draw;
+  Local(long hidden, long deepest, int vocab) : rows(kFew * hidden), panel(kPanel * deepest), draw(vocab) {}
 };
 
 template <class P, class C>
@@ -104,7 +105,7 @@ struct Impl final : Engine {
   static std::vector<Local<P, C>> locals(int threads, const FbModel& m) {
     const long deepest = std::max({m.hidden, m.ffn, m.heads * m.head_dim});
     std::vector<Local<P, C>> made;
-    for (int i = 0; i < threads; i++) made.emplace_back(m.hidden, deepest);
+    for (int i = 0; i < threads; i++) made.emplace_back(m.hidden, deepest, int(m.head.n));
     return made;
   }
 
@@ -344,13 +345,15 @@ struct Impl final : Engine {
     if (!s.samples) return;
     const T* in = normed(walk, s.samples, m.norm, [&](long i) { return long(wanted[i]); });
     if (!in || !panels<kStore>(walk, m.head, in, s.samples, s.logits, m.head.n, nullptr)) return;
-    walk.each(s.samples, [&](int i) { finish(s, s.logits + i * m.head.n, s.best + i); });
+    Draw& draw = local[walk.thread].draw;
+    walk.each(s.samples, [&](int i) { finish(s, s.logits + i * m.head.n, i, draw); });
   }
 
-  void finish(const FbStep& s, float* logits, int* best) const {
+  void finish(const FbStep& s, float* logits, int i, Draw& draw) const {
     if (m.logit_softcap > 0)
       for (int c = 0; c < s.vocab; c++) logits[c] = m.logit_softcap * std::tanh(logits[c] / m.logit_softcap);
-    *best = highest(logits, s.vocab);
+    const bool drawn = s.choices && s.choices[i].temperature > 0;
+    s.best[i] = drawn ? draw(logits, s.vocab, s.choices[i]) : highest(logits, s.vocab);
   }
 
   void step(const FbStep& s) override {
