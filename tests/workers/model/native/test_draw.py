@@ -17,7 +17,7 @@ from workers.model.native import runner as native
 from workers.model.native.runner import NativeRunner
 from workers.protocol import SamplingParams
 
-ROWS, ROUNDS = 48, 8
+ROWS, ROUNDS = 48, 4
 KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.3},
