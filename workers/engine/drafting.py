@@ -64,6 +64,8 @@ class Drafting:
             found, guesses, kind = self._guesses(chunk.sequence, drafter, most)
             if not guesses:
                 continue
+            if not found and not self._cost.draft:
+                guesses = 1  # what a guess of the draft model costs is not known yet
             chance = drafter.odds.chance(kind)
             likely, count = 1.0, 0
             while count < guesses:

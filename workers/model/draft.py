@@ -25,6 +25,9 @@ from torch import Tensor
 from workers.engine.plan import Chunk, Runner, StepPlan, StepResult
 from workers.engine.sequence import Sequence
 
+SHORT = 2
+"""Rows of a sequence up to which catching up counts as one guess: the last token, and a guess that was right."""
+
 
 @runtime_checkable
 class Guesser(Protocol):
@@ -119,8 +122,11 @@ class DraftRunner:
         """Put guesses into the chunks that can have some. Returns nanoseconds of one guess for all, 0: not known."""
         if not chunks:
             return 0
-        live = self._catch_up(chunks)
-        passes, began = 0, self._clock()
+        began = self._clock()
+        live, rows = self._catch_up(chunks)
+        passes = 1
+        if rows > SHORT:
+            passes, began = 0, self._clock()
         while live := [(chunk, one) for chunk, one in live if len(chunk.drafts) < chunk.wanted]:
             pairs = [(one, len(one.tokens) - 1) for _, one in live]
             found = self.guesser.likeliest([Chunk(one, start, 1, (one,)) for one, start in pairs])
@@ -133,8 +139,11 @@ class DraftRunner:
             chunk.wanted = 0
         return (self._clock() - began) // passes if passes else 0
 
-    def _catch_up(self, chunks: list[Chunk]) -> list[tuple[Chunk, Sequence]]:
-        """Compute what the draft model has not seen, and the first guess of those that then have seen all."""
+    def _catch_up(self, chunks: list[Chunk]) -> tuple[list[tuple[Chunk, Sequence]], int]:
+        """Compute what the draft model has not seen, and the first guess of those that then have seen all.
+
+        Returns these, and most rows of a sequence.
+        """
         budget, busy = self._budget, set[int]()
         rows: list[Chunk] = []
         live: list[tuple[Chunk, Sequence]] = []
@@ -161,7 +170,7 @@ class DraftRunner:
             for row in rows:
                 self._wrote(row.sequence, row.start, row.start + row.count)
             self._take(live, [found[id(one)] for _, one in live])
-        return live
+        return live, max((row.count for row in rows), default=SHORT + 1)
 
     @staticmethod
     def _take(live: list[tuple[Chunk, Sequence]], found: list[int]) -> None:
