@@ -54,16 +54,6 @@ SWITCHES: Sequence[Switch] = (
 REFUSALS: Sequence[Refusal] = (
     Refusal("tiers", "kv_cache_reuse", "nothing that a step computed is used again; leave tiers out"),
     Refusal(
-        "tiers",
-        "tensor_parallel",
-        "each process holds a part of every block, and the tiers move whole ones; leave tiers or tensor_parallel out",
-    ),
-    Refusal(
-        "tiers",
-        "pipeline_parallel",
-        "each process holds a part of every block, and the tiers move whole ones; leave tiers or pipeline_parallel out",
-    ),
-    Refusal(
         "speculation",
         "kv_cache_reuse",
         "without a KV cache every step computes everything again, and there is nothing that a guess could save; "
