@@ -36,7 +36,7 @@ class Report:
     """One invocation of ``forebay bench``."""
 
     kind: str
-    """engine, serve, floor, compare, peers or tables."""
+    """engine, serve, floor, compare, peers, tables or techniques."""
     versions: Mapping[str, Any]
     parameters: Mapping[str, Any]
     runs: list[dict[str, Any]] = field(default_factory=list)
