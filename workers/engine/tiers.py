@@ -26,8 +26,9 @@ from workers.protocol import TierStats
 
 LOOK_AHEAD = 16
 """So many waiting sequences are looked up on the disk before it is their turn."""
-MAX_WRITE_BYTES = 64 * 2**20
-"""What waits to be written; what is evicted beyond it is lost, which costs a recompute and nothing else."""
+MIN_WRITE_BYTES, MAX_WRITE_BYTES = 64 * 2**20, 2**30
+"""Between these half of the host's bytes may wait to be written: one long prompt evicts as much at once. What is
+evicted beyond is lost, which costs a recompute and nothing else."""
 MIN_WAIT_NS = 250_000_000
 MAX_WAIT_NS = 10_000_000_000
 """Between these a sequence waits for its files as long as computing them would take."""
@@ -46,7 +47,8 @@ class Tiers:
         self.rates = rates
         self.host = BlockPool(slots, share=share)
         self.host.on_evict = self._leave_host
-        most = max(4, MAX_WRITE_BYTES // max(1, block_bytes))
+        queue = min(max(MIN_WRITE_BYTES, slots * block_bytes // 2), MAX_WRITE_BYTES)
+        most = max(4, queue // max(1, block_bytes))
         self.disk = Files(files, self.orders, most_writes=most, share=share) if files else None
         self.swaps = 0
         """Sequences whose blocks were swapped out."""
@@ -207,10 +209,9 @@ class Tiers:
         return rest[: next((index for index, key in enumerate(rest) if key not in disk), len(rest))]
 
     def _fetch(self, disk: Files, keys: list[BlockKey], now: int) -> Fetch:
+        keys = keys[: max(0, self.host.total // 2 - disk.busy)]  # the host must keep them until they are used
         fresh = [key for key in keys if key not in self._readers]
-        if not keys or disk.busy + len(fresh) > self.host.total // 2:  # more than the host could keep until then
-            return Fetch([], set())
-        if not self.rates.pays(DISK, len(keys), queued=disk.busy):
+        if not keys or not self.rates.pays(DISK, len(keys), queued=disk.busy):
             return Fetch([], set())
         for key in fresh:
             disk.fetch(key)
