@@ -145,6 +145,10 @@ class Ranks:
             self.close()
             raise
 
+    def joined(self) -> None:
+        """The ranks have found each other for good: the folder has done its work (a killed worker would leave it)."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def at_end(self, call: Callable[[], None]) -> None:
         """Have ``call`` called when all have ended; it must not hold this object."""
         self._last.append(call)

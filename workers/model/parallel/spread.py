@@ -181,6 +181,8 @@ def spread(
         ranks.at_end(group.close)
         made = part.build(split, group, directory, engine, target, budget.blocks, max_context, dtype, devices[0])
         ready = ranks.answers(Ready)
+        if device.type == "cpu":  # NCCL looks into it later too
+            ranks.joined()
     except BaseException as error:
         ranks.close()
         if isinstance(error, RunnerGoneError):

@@ -55,6 +55,7 @@ def test_a_killed_rank_ends_the_engine_at_once(spread: Bench, source: Path) -> N
     assert ranks is not None
     assert spread.run([request("a")])[0].tokens == Bench(source, ENGINE).run([request("a")])[0].tokens
     assert ranks.alive == 2
+    assert not ranks.folder.exists()
     lost = threading.Event()
     ranks.watch(lost.set)
     [rank] = ranks_of(os.getpid())
