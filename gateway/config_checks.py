@@ -33,6 +33,7 @@ def problems(settings: Settings, registry: Registry) -> list[Mistake]:
         *_placement(settings, registry),
         *_times(settings, registry),
         *_outliving(settings),
+        *_roles(settings),
     ]
 
 
@@ -158,6 +159,25 @@ def _outliving(settings: Settings) -> Iterator[Mistake]:
                 yield Mistake(
                     ("models", i, "pools", j, "engine", "tiers"),
                     "a tier of kind disk outlives the gateway, and so must the epochs of its purges: set state.path",
+                )
+
+
+def _roles(settings: Settings) -> Iterator[Mistake]:
+    """Prefill workers without anybody to compute for, and waits that a watchdog would end."""
+    for i, model in enumerate(settings.models):
+        if all(pool.engine.role == "prefill" for pool in model.pools):
+            yield Mistake(
+                ("models", i, "pools"),
+                f"every pool of {model.name!r} has engine.role: prefill, and nobody would answer requests; give it a "
+                "pool with role: decode (or both)",
+            )
+        for j, pool in enumerate(model.pools):
+            wait_s = pool.engine.transfer.timeout_s
+            if pool.engine.role == "decode" and wait_s >= settings.timeouts.step_stall_s:
+                yield Mistake(
+                    ("models", i, "pools", j, "engine", "transfer", "timeout_s"),
+                    f"{wait_s:g} is not less than timeouts.step_stall_s ({settings.timeouts.step_stall_s:g}): a worker "
+                    "that waits so long for blocks would pass for stalled; lower it",
                 )
 
 

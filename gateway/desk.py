@@ -143,6 +143,13 @@ class Desk:
         """Tell the worker to let go of it, or of one choice that a stop string ended."""
         if flight.open:
             try_send(flight.handle, Cancel(flight.ticket.job.id, index))
+        if index is None:
+            self.stop_prefill(flight)
+
+    def stop_prefill(self, flight: Flight) -> None:
+        """Tell the worker that computes its prompt, if it still does."""
+        if flight.prefill is not None and flight.ticket.job.id in flight.prefill.inflight_ids:
+            try_send(flight.prefill, Cancel(flight.ticket.job.id))
 
     def end(self, ticket: Ticket, error: ApiError | None, now: float) -> None:
         """It is over: with ``error``, or well. Does nothing for one that was over before."""

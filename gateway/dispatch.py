@@ -28,6 +28,7 @@ from gateway.landing import Landing
 from gateway.models import ModelHandle
 from gateway.monitor import Monitor
 from gateway.pool_roles import PoolRoles
+from gateway.prefill import Prefill
 from gateway.settings import Queue
 from gateway.ticket import CancelledByCaller, Ticket, TicketState
 from gateway.trace import NO_TRACE, RequestTrace
@@ -77,7 +78,8 @@ class Dispatcher:
             clock=clock,
         )
         self._handles: dict[str, WorkerHandle] = {}
-        self._roles = PoolRoles(model.name, model.config.pools, self._handles)
+        self._prefill = Prefill(self._handles, routing, self._desk.monitor)
+        self._roles = PoolRoles(model.name, model.config.pools, self._handles, self._prefill)
         self._landing = Landing(self._desk, self._roles)
         self._routing = routing
         self._stale: set[str] = set()
@@ -135,9 +137,7 @@ class Dispatcher:
 
     def ready_for(self, job: Job, choices: int | None = None) -> int:
         """Workers that could run ``job``: ready, of a pool with its labels and class; with room for ``choices``."""
-        return sum(
-            handle.state is WorkerState.READY and suits(handle, job, choices) for handle in self._handles.values()
-        )
+        return sum(one.state is WorkerState.READY and suits(one, job, choices) for one in self._prefill.serving)
 
     # -- for the operator -----------------------------------------------------------------------------------------
 
@@ -148,8 +148,8 @@ class Dispatcher:
 
     @property
     def ready(self) -> int:
-        """Ready workers."""
-        return sum(handle.state is WorkerState.READY for handle in self._handles.values())
+        """Ready workers that run requests."""
+        return sum(handle.state is WorkerState.READY for handle in self._prefill.serving)
 
     @property
     def in_flight(self) -> int:
@@ -185,10 +185,10 @@ class Dispatcher:
         if self._woken or not len(self.queue):
             return False
         now = self._desk.clock()
-        rooms = [self._desk.flights.room(handle, now) for handle in self.workers if handle.available(now)]
+        rooms = [self._desk.flights.room(handle, now) for handle in self._prefill.serving if handle.available(now)]
         rooms = [room for room in rooms if room.open]
         return all(
-            any(room.fits(job, ticket.lines, suspect=ticket.suspect) for room in rooms)
+            self._roles.has_room(ticket, rooms, now)
             for job in self.queue.queued_jobs()
             if (ticket := self._desk.tickets[job.id])
         )
@@ -304,7 +304,7 @@ class Dispatcher:
     def _fill(self, now: float) -> None:
         fill(
             self.queue,
-            [self._desk.flights.room(handle, now) for handle in self.workers if handle.available(now)],
+            [self._desk.flights.room(handle, now) for handle in self._prefill.serving if handle.available(now)],
             now,
             claim=self._claim,
             could_fit=self._could_fit,
@@ -317,9 +317,10 @@ class Dispatcher:
         return ticket.lines, ticket.suspect
 
     def _could_fit(self, job: Job) -> bool:
-        """A suspect is never waited for: others would stand still for its sake."""
+        """Others would stand still for its sake: not for a suspect's, nor for one that waits for a prefill worker."""
         ticket = self._desk.tickets[job.id]
-        return not ticket.suspect and self.ready_for(job, ticket.lines) > 0
+        waits = ticket.suspect or self._prefill.busy_for(ticket, self._desk.clock())
+        return not waits and self.ready_for(job, ticket.lines) > 0
 
     def _dispatch(self, dispatch: Dispatch, rooms: list[Room], now: float) -> None:
         """Send one job. Whatever fails on the way ends that job only."""
@@ -342,7 +343,7 @@ class Dispatcher:
         )
         ticket.span = ticket.trace.begin_chat(self.model.name, asked)
         try:
-            handle.send(message_for(handle, prepared, ticket.trace.inject()))
+            source = self._prefill.send(ticket, handle, message_for(handle, prepared, ticket.trace.inject()), now)
         except WorkerGoneError as error:
             _log.warning("dispatch_failed", worker=handle.name, job=job.id, why=str(error))
             rooms.remove(room)
@@ -350,14 +351,14 @@ class Dispatcher:
             self.queue.requeue(job.id, now, RequeueReason.WORKER_REFUSED)
             self._desk.queued_again(ticket, RequeueReason.WORKER_REFUSED)
             return
-        load = Load(job.prompt_tokens, ticket.lines, started=False, suspect=ticket.suspect)
-        self._desk.flights.add(Flight(ticket, handle, choices, set(range(ticket.choices)), load))
+        load = Load(job.prompt_tokens if source is None else 1, ticket.lines, started=False, suspect=ticket.suspect)
+        self._desk.flights.add(Flight(ticket, handle, choices, set(range(ticket.choices)), load, source))
         ticket.dispatched(handle, now, dispatch.waited_s)
         if dispatch.attempt == 1:
             self._landing.budget.earn()
         if room.stale:
             self._report_stale(handle)
-        room.take(job, ticket.lines, suspect=ticket.suspect)
+        room.take(job, ticket.lines, suspect=ticket.suspect, prompt=load.prompt_left)
         self._desk.monitor.routed(decision)
         self._desk.monitor.event(job, Transition.DISPATCHED, now, worker=handle.name)
 

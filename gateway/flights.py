@@ -32,6 +32,8 @@ class Flight:
     open: set[int]
     """Choices of which the worker has not yet reported the end."""
     load: Load
+    prefill: WorkerHandle | None = None
+    """Who computes its prompt, where that is another worker."""
     last_token_at: dict[int, float] = field(default_factory=dict)
     """By choice."""
     longest_gap: float = 0.0

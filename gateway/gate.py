@@ -176,11 +176,11 @@ class Room:
             return True
         return (self.stale or self._need(least, 1) <= self.blocks) and (self._starts(1) or self.line > 0)
 
-    def take(self, job: Job, choices: int, *, suspect: bool) -> None:
-        """``job`` was sent there."""
+    def take(self, job: Job, choices: int, *, suspect: bool, prompt: int | None = None) -> None:
+        """``job`` was sent there. ``prompt``: how much of its prompt it has to compute there, if not all."""
         if self._starts(choices):
             self.slots -= choices
-            self.budget -= job.prompt_tokens
+            self.budget -= job.prompt_tokens if prompt is None else prompt
         else:
             self.line -= 1
         self.blocks -= self._need(job, choices)

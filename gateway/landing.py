@@ -65,10 +65,13 @@ class Landing:
             self._desk.monitor.device(self._desk.model.name, handle.name, outputs.stats.device_ns)
         for output in outputs.outputs:
             flight = self._desk.flights.get(output.id)
-            if flight is None or flight.handle is not handle or output.index not in flight.open:
+            if flight is None:
                 continue
             try:
-                self._take(flight, output, now)
+                if flight.prefill is handle:
+                    self._prefilled(flight, output, now)
+                elif flight.handle is handle and output.index in flight.open:
+                    self._take(flight, output, now)
             except Exception as error:
                 _log.error("output_failed", job=output.id, failure=log.describe(error))
                 self._desk.monitor.fault("outputs")
@@ -79,12 +82,20 @@ class Landing:
         """A worker is gone with everything it had."""
         now = self._desk.clock()
         flights = [flight for flight in self._desk.flights.at(handle.name) if flight.handle is handle]
-        strikes = self._strike(flights, now) if reason.suspicious else dict.fromkeys(flights, 0)
+        lent = [flight for flight in self._desk.flights if flight.prefill is handle]
+        for flight in lent:
+            flight.prefill = None
+        if reason.suspicious:
+            computed = [flight for flight in lent if flight.ticket.job.id in reason.computing]
+            strikes = self._strike([*flights, *computed], now)
+        else:
+            strikes = dict.fromkeys(flights, 0)
         culprit_found = any(count >= MAX_STRIKES for count in strikes.values())
         back: list[Ticket] = []
         for flight in flights:
             self._desk.flights.remove(flight)
             ticket = flight.ticket
+            self._desk.stop_prefill(flight)
             if ticket.done:
                 continue
             if ticket.cancelled:
@@ -142,6 +153,16 @@ class Landing:
             self._absolve(flight)
             self._desk.stop(flight)
             self._desk.end(ticket, None, now)
+
+    def _prefilled(self, flight: Flight, output: SequenceOutput, now: float) -> None:
+        """News of the worker that computes the prompt: it is charged as it is computed."""
+        ticket = flight.ticket
+        if output.device_ns is not None:
+            self._paid(ticket, output, output.device_ns)
+        if not ticket.done:
+            charge = ticket.meter.observe(0, output.prompt_computed, output.prompt_cached, 0)
+            if charge.total:
+                self._desk.charge(ticket, charge, now)
 
     def _paid(self, ticket: Ticket, output: SequenceOutput, device_ns: tuple[int, int, int]) -> None:
         """Its worker told what it took; of an attempt that failed all of it was for nothing."""

@@ -224,6 +224,7 @@ def _describe(slot: WorkerSlot, now: float) -> dict[str, Any]:
         described |= {
             "pid": hello.pid,
             "metrics_port": hello.metrics_port,
+            "role": hello.role,
             "device": hello.device,
             "ranks": hello.ranks,
             "dtype": hello.dtype,

@@ -22,6 +22,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from gateway.gate import Room, holds, takes
+from gateway.prefill import Prefill
 from gateway.settings import Pool
 from gateway.ticket import Ticket
 from gateway.worker_handle import WorkerHandle, WorkerState
@@ -40,10 +41,14 @@ def in_canary(model: str, pool: str, percent: float, caller: str) -> bool:
 class PoolRoles:
     """One model's pools."""
 
-    def __init__(self, model: str, pools: Sequence[Pool], workers: Mapping[str, WorkerHandle]) -> None:
+    def __init__(
+        self, model: str, pools: Sequence[Pool], workers: Mapping[str, WorkerHandle], prefill: Prefill
+    ) -> None:
         """``workers``: those that are connected, by name."""
+        self._prefill = prefill
         self._model = model
         self._workers = workers
+        pools = [pool for pool in pools if pool.engine.role != "prefill"]
         self._canaries = [pool for pool in pools if pool.canary is not None]
         self._fallbacks = [pool for pool in pools if pool.fallback]
         special = {pool.name for pool in (*self._canaries, *self._fallbacks)}
@@ -56,7 +61,8 @@ class PoolRoles:
 
     def may(self, ticket: Ticket, worker: WorkerView, now: float) -> bool:
         """Whether the request may go to this worker now, as far as pools are concerned."""
-        if not _offers(self._workers[worker.name], ticket):
+        target = self._workers[worker.name]
+        if not _offers(target, ticket) or not self._prefill.may(ticket, target, now):
             return False
         if self._plain and not ticket.moved_on:
             return True
@@ -64,6 +70,13 @@ class PoolRoles:
         if worker.pool not in pools:
             return False
         return worker.name not in self._tried(ticket) or not self._others(ticket, pools)
+
+    def has_room(self, ticket: Ticket, rooms: Sequence[Room], now: float) -> bool:
+        """Whether one of the rooms would take the request now."""
+        return any(
+            room.fits(ticket.job, ticket.lines, suspect=ticket.suspect) and self.may(ticket, room.reported, now)
+            for room in rooms
+        )
 
     def elsewhere(self, ticket: Ticket, now: float) -> bool:
         """Whether another worker than those that had it could take the request that was just turned away."""
@@ -152,8 +165,10 @@ def _holds(worker: WorkerHandle, ticket: Ticket) -> bool:
 
 
 def _offers(worker: WorkerHandle, ticket: Ticket) -> bool:
-    """Whether it runs requests of this kind: an engine generates, an upstream does what it says."""
+    """Whether it runs requests of this kind: a prefill worker none; an engine generates, an upstream says what."""
     endpoint, hello = ticket.prepared.request.endpoint, worker.hello
+    if hello is not None and hello.role == "prefill":
+        return False
     if hello is None or not hello.upstream:
         return endpoint != "embeddings"
     return endpoint in hello.endpoints

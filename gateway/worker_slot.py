@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec.structs import replace as with_fields
+
 from gateway.log import get
 from gateway.worker_handle import LossKind, PoolListener, WorkerHandle, WorkerLoss, WorkerState
 from workers.launchers.base import Launcher, LaunchError, SecuredProcess, WorkerExit, WorkerProcess, WorkerSpec
@@ -207,7 +209,7 @@ class WorkerSlot:
         wrong = self._accept(message)
         if wrong is not None:
             return wrong
-        handle.opened(client, message)
+        handle.opened(client, with_fields(message, address=message.address or client.address))
         log.info(
             "worker_ready",
             worker=handle.name,

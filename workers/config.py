@@ -12,6 +12,7 @@ from workers.adapters import AdapterSource
 from workers.sizes import Bytes, bytes_or_auto
 from workers.speculation import Speculation
 from workers.tier_config import DiskTierConfig, HostTierConfig, TierConfig, checked
+from workers.transfer_config import Role, Transfer
 
 ADAPTER_MEMORY = 256 * 2**20
 
@@ -65,6 +66,11 @@ class EngineConfig(StrictScalars):
     """False recomputes everything every step (no KV cache), for comparison only."""
     speculation: Speculation | None = None
     """Guess tokens and check several in one step (``workers/speculation.py``); None = off."""
+    role: Role = "both"
+    """``prefill``: only compute prompts, for the model's decode workers. ``decode``: take the blocks of long prompts
+    from prefill workers, while there are any."""
+    transfer: Transfer = Transfer()
+    """How blocks get from prefill to decode workers."""
     threads: int | None = Field(None, ge=1)
     """Compute threads; None = one per core."""
     cores: str | None = Field(None, pattern=r"^\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*$")

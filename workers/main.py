@@ -181,9 +181,11 @@ def load_model(options: WorkerOptions) -> ServedModel:
     _read_ahead(files)
     from workers.model.loading import load  # torch: seconds, and in vain if there were no model
     from workers.model.memory import held
+    from workers.model.mover import layout_of, mover_of
 
     loaded = load(files, options.engine, base_dir=options.base_dir)
     logger.info("model_loaded", seconds=round(time.monotonic() - began, 2), **figures(loaded))
+    mover = mover_of(loaded.runner) if options.engine.role != "both" else None
     budget = loaded.budget
     (logger.warning if budget.short else logger.info)("memory_budget", short=budget.short, **budget.figures())
     return ServedModel(
@@ -200,6 +202,8 @@ def load_model(options: WorkerOptions) -> ServedModel:
         dtype=loaded.dtype,
         store=loaded.store,
         grammars=GrammarDesk(lambda: Vocabulary.load(files.dir, eos=loaded.eos_ids, size=loaded.vocab_size)),
+        mover=mover,
+        layout="" if mover is None else layout_of(mover, loaded.revision, loaded.dtype, options.engine),
         versions=versions(loaded.attention, loaded.kv_dtype, loaded.weight_dtype),
         ranks=loaded.ranks,
         memory=lambda: held(

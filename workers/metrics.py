@@ -162,6 +162,9 @@ class WorkerMetrics:
         self._adapted = Counter(
             "forebay_adapter_tokens", "Tokens computed with a LoRA adapter.", registry=self.registry
         )
+        self._transfer = histogram(
+            "kv_transfer_seconds", "Waiting for a prompt's blocks from a prefill worker.", _SECONDS, "result"
+        )
         self._exported = Counter("forebay_spans_exported", "Spans the collector took.", registry=self.registry)
         self._dropped = Counter(
             "forebay_spans_dropped", "Spans lost on the way to the collector.", ["reason"], registry=self.registry
@@ -180,6 +183,10 @@ class WorkerMetrics:
         with self._runs_lock:
             self._runs.append((record.end_ns, record.run_ns))
             self._expire(record.end_ns)
+
+    def transferred(self, result: str, seconds: float) -> None:
+        """Count one transfer to this worker: ``ok``, or why not everything came."""
+        self._transfer.labels(result).observe(seconds)
 
     def busy_ratio(self) -> float:
         """Part of the last seconds that the model ran, 0 to 1."""

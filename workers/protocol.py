@@ -20,49 +20,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from workers.sampling import Beams as Beams
+from workers.sampling import SamplingParams as SamplingParams
+
 PROTOCOL = 5
 """2: a ``Cancel`` may name one choice. 3: a ``Generate`` may ask for beam search. 5: ``Generate.adapter`` is a digest,
 and adapters come and go."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-
-
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How to pick tokens. Defaults are the OpenAI API's."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 = off."""
-    min_p: float = 0.0
-    seed: int | None = None
-    """Choice ``i`` of a request draws from the stream of ``seed + i``: n choices equal n seeded single runs."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens in prompt and output, multiplies the negative ones; 1 = off."""
-    typical_p: float = 1.0
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Rows of tokens that the output never completes."""
-    logit_bias: dict[int, float] = {}
-    logprobs: int | None = None
-    """Number of top alternatives per token (0 = only the chosen one's); None = off."""
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    """Besides the model's own end tokens. Stop *strings* are the gateway's: it sees the text."""
-
-
-class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Search for the likeliest answers instead of drawing them. ``SamplingParams`` then counts for its ends only."""
-
-    width: int
-    """Beams: lines that are followed at once, at least ``Generate.n``."""
-    length_penalty: float = 1.0
-    """An answer's score is the sum of its log probabilities ÷ length ** this; above 0 favours long answers."""
-    early_stopping: bool | Literal["never"] = False
-    """True: end with ``width`` answers. False: when the best beam, as long as it is, cannot beat the worst of them.
-    ``never``: when it could not at whatever length."""
 
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -75,6 +40,15 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     endpoint: Literal["chat", "completions", "embeddings"]
     body: dict[str, Any]
     """JSON values under the API's names."""
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where the keys and values of a prompt are (``workers.transfer``)."""
+
+    address: str
+    """Of the worker that computes them, as the gateway knows it."""
+    ticket: str
+    """What it holds them under."""
 
 
 class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
@@ -106,6 +80,11 @@ class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
     The gateway has compiled it already, so that a worker is never the first to meet a wrong one."""
     beams: Beams | None = None
     """Beam search: the ``n`` best answers, best first. They come whole, with their last outputs."""
+
+    lend: str = ""
+    """A ticket: hold the prompt's blocks under it when they are computed."""
+    source: Source | None = None
+    """Another worker computes the prompt: fetch its blocks, then run this."""
 
     @property
     def lines(self) -> int:
@@ -330,6 +309,14 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """It takes ``Generate.ask`` and answers with text. It has no engine of ours: no steps, blocks or prefix keys."""
     ranks: int = 1
     """Processes that the model is divided among, each with a device of its own."""
+    role: str = "both"
+    """``prefill``: it only computes prompts for others. ``decode``: prompts may be computed elsewhere for it."""
+    layout: str = ""
+    """What its blocks' bytes depend on, as a digest: between equal ones they can be handed over. Empty: never."""
+    address: str = ""
+    """Where other workers reach it. Empty: where the gateway does, which fills it in."""
+    transfer_min_tokens: int = 0
+    """Of a decode worker: shorter prompts it computes itself."""
     endpoints: list[str] = []
     """Of an upstream: which of ``Ask.endpoint`` it takes. An engine of ours generates, and makes no embeddings."""
     adapters: list[AdapterInfo] = []

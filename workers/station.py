@@ -23,6 +23,7 @@ from workers.adapters import LoadedAdapter
 from workers.config import EngineConfig
 from workers.engine.adapters import AdapterTable
 from workers.engine.constraint import Grammars
+from workers.engine.leases import BlockMover
 from workers.engine.loop import Engine
 from workers.engine.plan import Runner
 from workers.engine.record import SequenceRecord, StepRecord
@@ -43,6 +44,8 @@ from workers.protocol import (
 from workers.rpc import TlsFiles, WorkerServer
 from workers.tracing import WorkerTelemetry
 from workers.tracing import setup as setup_tracing
+from workers.transfer.desk import TransferDesk
+from workers.transfer.stream import handler
 
 log = get("worker")
 
@@ -91,6 +94,10 @@ class ServedModel:
     """Those that are loaded; None: it takes none."""
     read_adapter: Callable[[str, str], LoadedAdapter] | None = None
     """(name, source) → one that ``adapters`` may install. Any thread. Raises AdapterError."""
+    mover: BlockMover | None = None
+    """Takes blocks out of its cache and puts others in; None: they stay where they are."""
+    layout: str = ""
+    """What the bytes of its blocks depend on (``Hello.layout``)."""
 
     def described(self) -> dict[str, str]:
         """Versions and what runs on what, as far as known: for the info metric and the resource of every span."""
@@ -121,7 +128,9 @@ class Station:
         env: Mapping[str, str] = os.environ,
     ) -> None:
         """Raises ValueError where the port would be open to anybody."""
-        self.server = WorkerServer(address, self._deliver, secret=secret, tls=tls)
+        self._transfers = TransferDesk(config, tls)
+        blocks = handler(self._transfers.parts) if config.role == "prefill" else None
+        self.server = WorkerServer(address, self._deliver, secret=secret, tls=tls, blocks=blocks)
         self.name = name
         self.model = model
         self.drained = asyncio.Event()
@@ -185,6 +194,8 @@ class Station:
             grammars=model.grammars,
             adapters=table,
             store=model.store,
+            mover=model.mover if self._config.role != "both" else None,
+            on_offer=self._transfers.on_offer,
         )
         self._adapters = AdapterDesk(
             model.read_adapter, self._engine.submit, self.server.purged, self._from_engine(self._tell_adapters)
@@ -192,6 +203,7 @@ class Station:
         self._grammars = model.grammars
         if ranks is not None:
             ranks.watch(self._from_engine(self.failed.set))
+        self._transfers.open(model.mover, model.layout, model.revision, self._engine.submit, self._metrics.transferred)
         self._engine.start()
         self._sweeper = asyncio.create_task(self._sweep())
         hello = self._hello = Hello(
@@ -213,6 +225,9 @@ class Station:
             versions=dict(model.versions),
             adapters=[told(adapter) for adapter in table],
             ranks=1 if ranks is None else ranks.alive,
+            role=self._config.role,
+            layout=model.layout if self._config.role != "both" else "",
+            transfer_min_tokens=self._config.transfer.min_tokens,
         )
         self.server.ready(hello)
         return hello
@@ -221,6 +236,7 @@ class Station:
         """Finish what runs, refuse what comes. False when ``timeout_s`` was not enough."""
         if self._engine is None:
             return True
+        self._transfers.before(Drain())
         self._engine.submit(Drain())
         try:
             async with asyncio.timeout(timeout_s):
@@ -233,6 +249,7 @@ class Station:
         """Send what is unsent, end the stream, the engine and the ports."""
         await self.server.end_session(2.0)
         await self.server.stop()
+        await self._transfers.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -254,7 +271,8 @@ class Station:
         elif isinstance(message, LoadAdapter | DropAdapter):
             if self._adapters is not None:
                 self._adapters.take(message)
-        elif self._engine is not None:
+        elif self._engine is not None and not self._transfers.takes(message):
+            self._transfers.before(message)
             self._engine.submit(message)
 
     def _tell_adapters(self) -> None:

@@ -45,6 +45,7 @@ SWITCHES: Sequence[Switch] = (
     Switch("speculation"),
     Switch("adapters"),
     Switch("adapter_memory"),
+    Switch("role"),
     Switch("weight_dtype", exact=False),
     Switch("tensor_parallel"),
     Switch("pipeline_parallel"),
@@ -84,6 +85,28 @@ REFUSALS: Sequence[Refusal] = (
         "adapter_memory",
         "tensor_parallel",
         "an adapter's factors are not divided among devices; leave adapter_memory or tensor_parallel out",
+    ),
+    Refusal(
+        "role",
+        "prefix_cache",
+        "blocks are handed over from one prefix cache to the other; write role: both, or prefix_cache: true",
+    ),
+    Refusal(
+        "role",
+        "kv_cache_reuse",
+        "without a KV cache there are no blocks to hand over; write role: both, or kv_cache_reuse: true",
+    ),
+    Refusal(
+        "role",
+        "tensor_parallel",
+        "each device has its part of a block, and blocks are handed over whole; write role: both, or "
+        "tensor_parallel: 1",
+    ),
+    Refusal(
+        "role",
+        "pipeline_parallel",
+        "each device has its layers of a block, and blocks are handed over whole; write role: both, or "
+        "pipeline_parallel: 1",
     ),
 )
 

@@ -133,6 +133,21 @@ def read_adapter(base_dir: str, name: str, source: str) -> LoadedAdapter:
     return LoadedAdapter(name, f"sha256:{sha256(config + weights).hexdigest()}", 1, len(weights) + 1, None)
 
 
+class EchoMover:
+    """Blocks without bytes worth the name. A ``workers.engine.leases.BlockMover``."""
+
+    block_bytes = 64
+
+    def read(self, blocks: list[int]) -> bytes:
+        """Zeros."""
+        return bytes(self.block_bytes * len(blocks))
+
+    def write(self, blocks: list[int], data: bytes) -> None:
+        """There is no cache to write to. Raises ValueError for another length."""
+        if len(data) != self.block_bytes * len(blocks):
+            raise ValueError(f"{len(data)} bytes are not {len(blocks)} blocks")
+
+
 class EchoStation(Station):
     """A station that may refuse every request before the engine sees it."""
 
@@ -185,6 +200,8 @@ async def serve(settings: options.WorkerOptions, echo: Echo) -> int:
             tokenizer_sha256=echo.tokenizer_sha256,
             eos_ids=frozenset({EOS}),
             vocab_size=echo.vocab_size,
+            mover=EchoMover(),
+            layout="echo",
         )
     )
     waits = [asyncio.create_task(event.wait()) for event in (stop, station.drained, station.failed)]

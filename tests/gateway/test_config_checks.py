@@ -48,6 +48,16 @@ def found(changes: dict[str, Any]) -> dict[str, str]:
         ),
         ({"tenants": [{"id": "a", "adapters": {"small": "sql"}}]}, "tenants.0.adapters.small", "has no adapter 'sql'"),
         ({"tenants": [{"id": "a", "models": ["small:sql"]}]}, "tenants.0.models.0", "no model 'small:sql'"),
+        (
+            {"models": [{**SMALL, "pools": [{**POOL, "engine": {"role": "prefill"}}]}]},
+            "models.0.pools",
+            "every pool of 'small' has engine.role: prefill",
+        ),
+        (
+            {"models": [{**SMALL, "pools": [{**POOL, "engine": {"role": "decode", "transfer": {"timeout_s": 30}}}]}]},
+            "models.0.pools.0.engine.transfer.timeout_s",
+            "30 is not less than timeouts.step_stall_s (30)",
+        ),
         ({"tenant_defaults": {"models": ["x"]}}, "tenant_defaults.models.0", "no model 'x'"),
         ({"tenants": [{"id": "a", "classes": ["bulk"]}]}, "tenants.0.classes.0", "no class 'bulk'"),
         ({"tenants": [{"id": "a", "groups": {"g": {"models": ["x"]}}}]}, "tenants.0.groups.g.models.0", "no model 'x'"),

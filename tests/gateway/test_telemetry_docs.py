@@ -172,4 +172,5 @@ def test_worker_metrics() -> None:
     metrics = WorkerMetrics(Sources(lambda: stats, lambda: {"lru": 1}, lambda: {"kv": 1}), versions={"device": "cpu"})
     metrics.step(tracing.step(1, 10**18, ["a"]))
     metrics.spans_dropped("queue_full", 1)
+    metrics.transferred("ok", 0.5)
     assert set(emitted_metrics(metrics.registry)) == documented_metrics(WORKER)

@@ -274,6 +274,16 @@ class BlockPool:
         self.available += len(dirty)
         return dirty
 
+    def vacate(self, count: int, owner: str) -> None:
+        """Evict until ``count`` blocks are free or nothing is cached. What is evicted is kept nowhere: between two
+        plans there is none that could save it (``arrivals.py``)."""
+        while len(self._free) < count and len(self._cached):
+            block, reason = self._cached.pick(owner)
+            self._cached.remove(block)
+            self._forget(block)
+            self._free.append(block)
+            self.evictions[reason] += 1
+
     def flush(self) -> int:
         """Drop the whole cache (not what is in use); returns how many blocks were freed."""
         count = 0

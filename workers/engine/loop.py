@@ -28,6 +28,8 @@ from workers.engine.adapters import AdapterTable, Install, Remove
 from workers.engine.compiling import Compiling, Pending, Ready
 from workers.engine.constraint import Grammars
 from workers.engine.device_time import DeviceTime
+from workers.engine.handover import Handover, Transferred
+from workers.engine.leases import BlockMover, Offer
 from workers.engine.outputs import last_output
 from workers.engine.plan import Runner, RunnerGoneError, SequenceFault, StepPlan, StepResult
 from workers.engine.planner import Planner
@@ -41,7 +43,7 @@ IDLE_REPORT_S = 1.0
 MAX_FAILURES = 3
 _MEMORY_MARKS = ("out of memory", "can't allocate memory", "not enough memory")
 
-Message = Generate | Cancel | Purge | Drain | Ready | Install | Remove | TierReport
+Message = Generate | Cancel | Purge | Drain | Ready | Install | Remove | TierReport | Transferred
 _log = logging.getLogger(__name__)
 
 
@@ -65,6 +67,7 @@ class Engine:
     when the last request has ended. ``on_fatal(error)``: the loop has ended; without it the error ends the thread.
     ``grammars``: without it, requests with one are refused (``bad_request``); ``adapters``: likewise (``adapter``).
     ``store``: the bytes of the tiers below the device; the runner moves blocks between both.
+    ``mover``, ``on_offer``: see ``handover.py``.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class Engine:
         grammars: Grammars | None = None,
         adapters: AdapterTable | None = None,
         store: TierStore | None = None,
+        mover: BlockMover | None = None,
+        on_offer: Callable[[str, Offer | None], None] = lambda ticket, offer: None,
     ) -> None:
         tiers = None if store is None else new_tiers(config, store)
         self.planner = Planner(
@@ -112,6 +117,7 @@ class Engine:
         self._grammars = grammars
         self._adapters = adapters if adapters is not None else AdapterTable()
         self._compiling = Compiling()
+        self._handover = Handover(self.planner.pool, mover, config, revision, runner.zero_blocks, on_offer)
         self._mail: SimpleQueue[Message | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._news: list[SequenceOutput] = []
@@ -183,6 +189,7 @@ class Engine:
         planner = self.planner
         started = self._clock()
         self._device.begin(started)
+        self._handover.sweep(started)
         plan = planner.plan(started)
         if self._tiers is not None:
             self._tiers.carry_out()
@@ -273,12 +280,14 @@ class Engine:
                 self._on_record(record)
         if self._news or step == planner.step:
             planner.step = step
-            news, self._news = [self._device.told(output) for output in self._news], []
+            now, told = self._clock(), self._handover.told
+            news, self._news = [self._device.told(told(output, now)) for output in self._news], []
             self._on_outputs(StepOutputs(step, news, self._stats(self._step_ms)))
         if len(self._receipts) and not planner.pool.dirty:
             self._receipts.settle(self._clock())
         self._adapters.sweep(planner.roster.requests, self._compiling)
-        if self._draining and not self._drained and not len(planner) and not len(self._compiling):
+        busy = len(planner) or len(self._compiling) or self._handover.leases
+        if self._draining and not self._drained and not busy:
             self._drained = True
             if self._on_drained is not None:
                 self._on_drained()
@@ -305,6 +314,9 @@ class Engine:
             self._draining = True
         elif isinstance(message, Install | Remove):
             self._adapters.handle(message)
+        elif isinstance(message, Transferred):
+            if (generate := self._handover.handle(message)) is not None:
+                self._generate(generate)
         elif message is None:
             self._stopping = True
         elif self._tiers is not None:
@@ -314,6 +326,7 @@ class Engine:
         if message.id in self.planner or message.id in self._compiling:
             _log.error("a request with an id that is running already was dropped")
             return
+        self._handover.expect(message)
         now = self._clock()
         if self._draining:
             self._refuse(Pending(message, now), "draining")
@@ -361,6 +374,7 @@ class Engine:
         self._news.extend(self.planner.cancel(message.id, self._clock(), message.index))
 
     def _purge(self, message: Purge) -> None:
+        self._handover.purge(message)
         ticket = self.planner.purge(message.scopes, message.labels, message.keys)
         dirty = self.planner.take_dirty()
         if dirty:

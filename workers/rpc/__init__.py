@@ -7,6 +7,8 @@ Rules
 - The port takes only its gateway: a UNIX socket in a directory that only its owner can enter, or a shared secret in the
   call's metadata, compared in constant time (UNAUTHENTICATED otherwise). TCP always takes a secret. Without TLS
   (``tls.py``) it is not encrypted on the way; with it both ends also show a certificate.
+- A prefill worker's port also answers ``/forebay.Worker/Blocks`` (``workers.transfer``): no secret, but a ticket that
+  only its gateway gives out, good for one prompt's blocks, once.
 - One session at a time. A new one with the secret *replaces* the old, so that a restarted gateway is not locked out by
   a half-dead connection. The old one ends with ABORTED.
 - When a session ends, however it ends, every request of it is cancelled; the next session starts only when the

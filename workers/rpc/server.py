@@ -20,6 +20,11 @@ from workers.rpc.outbox import Outbox, frames
 from workers.rpc.tls import TlsFiles
 from workers.rpc.wire import MAX_FRAME, OPEN_KEY, ORPHAN_WAIT_S, SECRET_KEY, SERVER_OPTIONS, SERVICE, cancel_all
 
+MAX_SESSIONS = 16
+"""Of gateways, with those that are on their way out."""
+MAX_READERS = 1024
+"""Other workers' calls at once."""
+
 
 class WorkerServer:
     """The worker's end. All methods but ``publish`` and ``purged`` belong to the event loop's thread."""
@@ -31,11 +36,13 @@ class WorkerServer:
         *,
         secret: str | None = None,
         tls: TlsFiles | None = None,
+        blocks: grpc.RpcMethodHandler | None = None,
     ) -> None:
         """``address``: ``unix:/path`` or ``host:port`` (port 0 picks one). ``on_message`` must not block or raise.
 
         It gets what the gateway sends, and a ``Cancel`` for every request of a session that ended. ``tls``: only
-        clients with a certificate are talked to. Raises ValueError where the port would be open to anybody.
+        clients with a certificate are talked to. ``blocks``: how other workers are answered (``workers.transfer``).
+        Raises ValueError where the port would be open to anybody.
         """
         if secret is not None and not (secret and secret.isascii() and secret.isprintable()):
             raise ValueError("the worker's secret must be one or more printable ASCII characters")
@@ -45,6 +52,7 @@ class WorkerServer:
         self._on_message = on_message
         self._secret = secret.encode() if secret is not None else None
         self._tls = tls
+        self._blocks = blocks
         self._server: grpc.aio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending = asyncio.Event()
@@ -67,8 +75,11 @@ class WorkerServer:
         """Listen. Sets ``address`` to the real one. Raises OSError when it cannot."""
         self._loop = asyncio.get_running_loop()
         self._hello = self._loop.create_future()
-        server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=16)
+        calls = MAX_SESSIONS + (MAX_READERS if self._blocks is not None else 0)
+        server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=calls)
         handlers = {"Session": grpc.stream_stream_rpc_method_handler(self._serve)}  # type: ignore[no-untyped-call]
+        if self._blocks is not None:
+            handlers["Blocks"] = self._blocks
         generic = grpc.method_handlers_generic_handler(SERVICE, handlers)  # type: ignore[no-untyped-call]
         server.add_generic_rpc_handlers((generic,))
         try:

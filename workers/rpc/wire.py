@@ -7,6 +7,8 @@ from typing import Any
 
 SERVICE = "forebay.Worker"
 METHOD = f"/{SERVICE}/Session"
+BLOCKS_METHOD = f"/{SERVICE}/Blocks"
+"""Between workers (``workers.transfer``)."""
 SECRET_KEY = "forebay-secret"  # noqa: S105 - the metadata key, not a secret
 OPEN_KEY = "forebay-session"
 """In the answer's first metadata when the worker lets the caller in; a refusal has none."""

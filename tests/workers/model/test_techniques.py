@@ -33,6 +33,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
     "adapters": lambda folder: {"adapters": [{"name": "tiny", "source": str(adapters.smallest(folder / "tiny"))}]},
     "kv_dtype": lambda folder: {"kv_dtype": "int8"},
     "speculation": lambda folder: {"speculation": {"method": "ngram", "ngram_min": 1}},
+    "role": lambda folder: {"role": "decode"},
     "weight_dtype": lambda folder: {"weight_dtype": "int4"},
     "tensor_parallel": lambda folder: {"tensor_parallel": 2},
     "pipeline_parallel": lambda folder: {"pipeline_parallel": 2},

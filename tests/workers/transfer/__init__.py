@@ -1,0 +1,1 @@
+"""Handing prompts over between workers."""
