@@ -22,7 +22,7 @@ from gateway.timed import unwrap
 from gateway.worker_handle import WorkerHandle, WorkerState
 from policies.quota.limits import BUDGETS, PER_UNIT
 from policies.spi import QuotaAccounts, QuotaView
-from policies.types import LimitState, Principal, TenantId
+from policies.types import LimitState, Principal, TenantId, kv_blocks
 
 if TYPE_CHECKING:
     from gateway.service import Gateway
@@ -339,13 +339,13 @@ class ConsoleData:
 
     def _running(self) -> Iterator[tuple[Ticket, int]]:
         """Every running request with the KV blocks that its tokens fill."""
-        sizes = {
-            handle.name: handle.hello.block_size for p in self._parts.pools for handle in p.handles if handle.hello
-        }
+        hellos = {handle.name: handle.hello for p in self._parts.pools for handle in p.handles if handle.hello}
         for dispatcher in self._parts.dispatchers.values():
             for ticket in dispatcher.tickets:
                 if ticket.state is TicketState.RUNNING and ticket.worker is not None:
-                    yield ticket, -(-ticket.usage.total // sizes.get(ticket.worker, 16))
+                    hello = hellos.get(ticket.worker)
+                    size, keeps = (hello.block_size, hello.keeps) if hello else (16, [])
+                    yield ticket, kv_blocks(ticket.usage.total, size, keeps)
 
 
 def _most_first(blocks: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from gateway.pace import Pace
 from policies.queue import Dispatch, JobQueue
 from policies.spi import Fits
-from policies.types import EXTERNAL, Job, WorkerView
+from policies.types import EXTERNAL, Job, WorkerView, kv_blocks
 
 if TYPE_CHECKING:
     from gateway.worker_handle import WorkerHandle
@@ -117,7 +117,7 @@ class Room:
             waiting = max(waiting, view.waiting + sum(load.sent_step >= step - 1 for load in unstarted))
             budget = 0
         if pace is not None:
-            pace.begin(step, committed, view.total_blocks * view.block_size)
+            pace.begin(step, committed, view.total_blocks * view.block_size // max(1, len(view.keeps)))
         return cls(
             reported=view,
             slots=slots,
@@ -195,7 +195,9 @@ class Room:
         return choices <= self.slots and self.budget > 0
 
     def _need(self, job: Job, choices: int) -> int:
-        return -(-(job.prompt_tokens + 1) // self.reported.block_size) + choices - 1
+        worker = self.reported
+        tables = max(1, len(worker.keeps))
+        return kv_blocks(job.prompt_tokens + 1, worker.block_size, worker.keeps) + (choices - 1) * tables
 
 
 def fill(

@@ -22,7 +22,7 @@ from msgspec.structs import replace as with_fields
 
 from gateway.breaker import Breaker
 from gateway.worker_adapters import WorkerAdapters
-from policies.types import PrefixKey, WorkerView
+from policies.types import PrefixKey, WorkerView, kv_blocks
 from workers.protocol import Down, Drain, Generate, Hello, Purge, Purged, SequenceOutput, StepOutputs, WorkerStats
 from workers.rpc import LinkError
 
@@ -213,8 +213,7 @@ class WorkerHandle:
         return self.stale_s(now) > self._stale_after_s
 
     def view(self, now: float) -> WorkerView:
-        """The worker as routing policies see it, in O(1). ``inflight`` counts choices; ``free_blocks`` is net of what
-        was sent and is not yet in the worker's own figures."""
+        """For routing, in O(1). ``inflight`` counts choices; of ``free_blocks`` what was sent since is taken away."""
         hello = self.hello
         return WorkerView(
             name=self.name,
@@ -229,6 +228,7 @@ class WorkerHandle:
             free_blocks=max(0, self.stats.free_blocks + self.stats.cached_blocks - self._promised),
             total_blocks=hello.blocks if hello else 0,
             block_size=self._block_size,
+            keeps=tuple(hello.keeps) if hello else (),
             hot_prefixes=self._hot,
             adapters=self.adapters.held,
             stale_s=self.stale_s(now),
@@ -359,7 +359,7 @@ class WorkerHandle:
             max_tokens=message.max_tokens,
             left=dict.fromkeys(range(message.n), message.max_tokens),
             prompt_left=len(message.tokens),
-            promised=-(-(len(message.tokens) + 1) // self._block_size),
+            promised=kv_blocks(len(message.tokens) + 1, self._block_size, self.hello.keeps if self.hello else ()),
         )
         self._requests[message.id] = request
         self._sequences += message.n

@@ -8,7 +8,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -171,6 +171,27 @@ class AdmissionDecision:
     """With a refused one: the model that may take it instead, if the tenant may use it and it has room."""
 
 
+def kv_blocks(tokens: int, block_size: int, keeps: Sequence[int] = ()) -> int:
+    """KV blocks that a sequence of so many tokens holds at once.
+
+    ``keeps``: for a model with windows, how many latest tokens each of a sequence's block tables keeps, 0 = all.
+    """
+    whole = -(-tokens // block_size)
+    if not keeps:
+        return whole
+    return sum(min(whole, keep // block_size + 2) if keep else whole for keep in keeps)
+
+
+def kv_tokens(blocks: int, block_size: int, keeps: Sequence[int], most: int) -> int:
+    """Tokens, at most ``most``, of the longest sequence whose ``kv_blocks`` are not more than ``blocks``."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = kv_blocks(middle, block_size, keeps) <= blocks
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerView:
     """A worker as a routing policy sees it. Figures are the worker's last report plus what was dispatched since."""
@@ -190,6 +211,8 @@ class WorkerView:
     """Free + cached blocks: both can take new work."""
     total_blocks: int = 0
     block_size: int = 16
+    keeps: tuple[int, ...] = ()
+    """As ``kv_blocks``'."""
     hot_prefixes: frozenset[PrefixKey] = frozenset()
     adapters: frozenset[str] = frozenset()
     """Digests of the adapters that it has loaded."""

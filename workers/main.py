@@ -198,6 +198,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
         vocab_size=loaded.vocab_size,
         weight_bytes=loaded.weight_bytes,
         kv_bytes_per_token=loaded.kv_bytes_per_token,
+        windows=loaded.windows,
         device=loaded.device,
         dtype=loaded.dtype,
         store=loaded.store,

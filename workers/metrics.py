@@ -80,6 +80,12 @@ class _Reader(Collector):
             ("used", stats.used_blocks),
         ):
             blocks.add_metric([state], count)
+        windows = GaugeMetricFamily(
+            "forebay_engine_kv_window_blocks", "KV blocks of running sequences.", labels=["window", "state"]
+        )
+        for window, (kept, outside) in (stats.windows or {"all": (stats.used_blocks, 0)}).items():
+            windows.add_metric([window, "held"], kept)
+            windows.add_metric([window, "outside"], outside)
         evicted = CounterMetricFamily("forebay_evictions", "Cached blocks evicted.", labels=["reason"])
         for reason, count in evictions.items():
             evicted.add_metric([reason], count)
@@ -101,6 +107,7 @@ class _Reader(Collector):
             GaugeMetricFamily("forebay_engine_running", "Sequences that run.", value=stats.running),
             GaugeMetricFamily("forebay_engine_waiting", "Sequences that wait for a slot.", value=stats.waiting),
             blocks,
+            windows,
             GaugeMetricFamily(
                 "forebay_engine_kv_bytes_per_token", "Bytes of a token's keys and values.", value=per_token
             ),

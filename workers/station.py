@@ -82,6 +82,8 @@ class ServedModel:
     device: str = "cpu"
     dtype: str = "float32"
     versions: Mapping[str, str] = field(default_factory=dict)
+    windows: tuple[int, ...] = (0,)
+    """Of the block tables that a sequence has; 0 = keeps all."""
     memory: Callable[[], Mapping[str, int]] = dict
     """Bytes by kind, for the metrics."""
     ranks: Ranks | None = None
@@ -196,6 +198,7 @@ class Station:
             store=model.store,
             mover=model.mover if self._config.role != "both" else None,
             on_offer=self._transfers.on_offer,
+            windows=model.windows,
         )
         self._adapters = AdapterDesk(
             model.read_adapter, self._engine.submit, self.server.purged, self._from_engine(self._tell_adapters)
@@ -222,6 +225,7 @@ class Station:
             dtype=model.dtype,
             weight_bytes=model.weight_bytes,
             kv_bytes_per_token=model.kv_bytes_per_token,
+            keeps=self._engine.planner.limits.tables.keeps,
             versions=dict(model.versions),
             adapters=[told(adapter) for adapter in table],
             ranks=1 if ranks is None else ranks.alive,

@@ -84,6 +84,7 @@ class BenchEngine:
             clock_ns=time.perf_counter_ns,
             on_outputs=self._take,
             on_step=self._count,
+            windows=self.loaded.windows,
         )
         self._news: list[News] = []
         self._open: dict[str, int] = {}

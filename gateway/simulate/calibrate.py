@@ -114,6 +114,7 @@ def measure(loaded: LoadedModel, config: EngineConfig, *, rounds: int = 3) -> li
         eos_ids=loaded.eos_ids,
         on_outputs=lambda outputs: None,
         vocab_size=loaded.vocab_size,
+        windows=loaded.windows,
     )
     rng = Random(1)  # noqa: S311 - token ids to time, no secret
     params = SamplingParams(temperature=0.0, ignore_eos=True)

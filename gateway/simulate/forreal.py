@@ -92,6 +92,7 @@ def run_for_real(loaded: LoadedScenario, model: LoadedModel) -> Run:
         eos_ids=model.eos_ids,
         vocab_size=model.vocab_size,
         on_outputs=news.put,
+        windows=model.windows,
     )
     handle = WorkerHandle("worker-0", model="real", pool="real", labels={}, incarnation=1, clock=clock)
     hello = Hello(
@@ -104,6 +105,7 @@ def run_for_real(loaded: LoadedScenario, model: LoadedModel) -> Run:
         model.blocks,
         scenario.workers.max_running,
         model.max_context,
+        keeps=engine.planner.limits.tables.keeps,
     )
     RealWorker(engine, front, handle, hello)
     front.join(handle)

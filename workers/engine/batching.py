@@ -13,6 +13,7 @@ Rules
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 
 from workers.config import EngineConfig
@@ -34,6 +35,7 @@ class Batching:
         self._roster = roster
         self._pool = roster.pool
         self._size = roster.limits.block_size
+        self._slides = roster.limits.tables.slide
         self._config = config
         self._turn = -1
         """Arrival of the last sequence that got a row when the budget did not reach all; -1 when it did."""
@@ -51,7 +53,7 @@ class Batching:
         if self._config.kv_cache_reuse:
             prompts: list[Sequence] = []
             budget = self._decodes(plan, budget, prompts, now)
-            budget = self._prompts(plan, budget, prompts)
+            budget = self._prompts(plan, budget, prompts, now)
         else:
             budget = self._whole(plan, budget, now)
         # Who just lost its blocks must not take them back in the same step, unless nothing else would run at all.
@@ -104,6 +106,7 @@ class Batching:
         size = self._size
         chunks = plan.chunks
         append = chunks.append
+        many = roster.many is not None
         last = -1
         for sequence in self._order():
             computed = sequence.computed
@@ -119,6 +122,14 @@ class Batching:
             if roster.preempted and roster.departed(sequence):
                 continue
             blocks = sequence.blocks
+            if many:
+                covered, budget = self._covered(plan, sequence, computed + 1, budget, now)
+                if not covered:
+                    continue
+                append(Chunk(sequence, computed, 1, (sequence,)))
+                budget -= 1
+                last = sequence.arrival
+                continue
             index = computed // size
             if index == len(blocks):
                 block, budget = self._block(plan, sequence, budget, now)
@@ -144,37 +155,70 @@ class Batching:
             block = roster.grow(sequence)
             if block >= 0:
                 return block, budget
-            # Purged blocks given back in this step are there in the next, zeroed: no reason for another victim.
-            victim = None if self._pool.dirty else roster.victim()
-            if victim is None:
+            given = self._give_way(plan, sequence, now)
+            if given is None:
                 return -1, budget
-            group = set(roster.group(victim))
-            lost = {block for one in group for block in one.blocks}
-            roster.preempt(victim, now, copies=plan.copies)
-            budget += sum(chunk.count for chunk in plan.chunks if chunk.sequence in group)
-            plan.chunks[:] = [chunk for chunk in plan.chunks if chunk.sequence not in group]
-            if plan.copies:
-                plan.copies = [copy for copy in plan.copies if copy[1] not in lost]
-            if sequence in group:
+            budget += given
+            if roster.departed(sequence):
                 return -1, budget
 
-    def _prompts(self, plan: StepPlan, budget: int, prompts: list[Sequence]) -> int:
+    def _covered(self, plan: StepPlan, sequence: Sequence, end: int, budget: int, now: int) -> tuple[bool, int]:
+        """``_block`` for a model with several tables: blocks for the rows up to ``end`` in all of them, or in none."""
+        roster = self._roster
+        while True:
+            assert roster.many is not None
+            copies = roster.many.cover(sequence, end)
+            if copies is not None:
+                plan.copies += copies
+                return True, budget
+            given = self._give_way(plan, sequence, now)
+            if given is None:
+                return False, budget
+            budget += given
+            if roster.departed(sequence):
+                return False, budget
+
+    def _give_way(self, plan: StepPlan, sequence: Sequence, now: int) -> int | None:
+        """Somebody, maybe ``sequence`` itself, loses its blocks; rows of the plan that are free now. None: nobody."""
+        roster = self._roster
+        # Purged blocks given back in this step are there in the next, zeroed: no reason for another victim.
+        victim = None if self._pool.dirty else roster.victim()
+        if victim is None:
+            return None
+        group = set(roster.group(victim))
+        lost = {block for one in group for block in one.held()}
+        roster.preempt(victim, now, copies=plan.copies)
+        given = sum(chunk.count for chunk in plan.chunks if chunk.sequence in group)
+        plan.chunks[:] = [chunk for chunk in plan.chunks if chunk.sequence not in group]
+        if plan.copies:
+            plan.copies = [copy for copy in plan.copies if copy[1] not in lost]
+        return given
+
+    def _prompts(self, plan: StepPlan, budget: int, prompts: list[Sequence], now: int) -> int:
         """The next chunk of prompts (and recomputes) under way, oldest first."""
         for sequence in prompts:
             if budget <= 0:
                 break
-            if not (self._roster.preempted and self._roster.departed(sequence)):
-                budget -= self._chunk(plan, sequence, budget)
+            if self._roster.preempted and self._roster.departed(sequence):
+                continue
+            rows = budget
+            if self._slides:  # a table with a window has blocks for the rows that come next only
+                rows = min(self._rows(sequence), budget)
+                covered, budget = self._covered(plan, sequence, sequence.computed + rows, budget, now)
+                if not covered:
+                    continue
+            budget -= self._chunk(plan, sequence, rows)
         return budget
+
+    def _rows(self, sequence: Sequence) -> int:
+        """Its uncomputed tokens, at most a chunk of them."""
+        return min(len(sequence.tokens) - sequence.computed, self._config.max_chunk_tokens or sys.maxsize)
 
     def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         """As many of the sequence's uncomputed tokens as budget and cap allow. Returns how many."""
         start = sequence.computed
         known = len(sequence.tokens)
-        rows = min(known - start, budget)
-        cap = self._config.max_chunk_tokens
-        if cap is not None and rows > cap:
-            rows = cap
+        rows = min(self._rows(sequence), budget)
         samplers: tuple[Sequence, ...] = ()
         if start + rows == known:
             samplers = (sequence,)
@@ -200,6 +244,9 @@ class Batching:
                 self._turn = last
                 return 0
             block = 0
+            if self._roster.many is not None:
+                covered, budget = self._covered(plan, sequence, rows, budget, now)
+                block = 0 if covered else -1
             while block >= 0 and len(sequence.blocks) * size < rows:
                 block, budget = self._block(plan, sequence, budget, now)
                 if block >= 0:

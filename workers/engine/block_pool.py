@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from workers.engine.block_hash import BlockKey
 from workers.engine.eviction import REASONS, EvictionOrder
+from workers.engine.tables import KEY_BYTES
 
 PUBLIC_OWNER = "\0public"
 """Owns the cached blocks of public prefixes: no tenant's flood counts against another's share of them."""
@@ -155,6 +156,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def find(self, key: BlockKey) -> int | None:
+        """The block that is published under ``key``."""
+        return self._index.get(key)
+
     def idle(self, blocks: Iterable[int]) -> int:
         """How many of ``blocks`` nobody uses: what acquiring them takes from ``available``."""
         ref = self.ref
@@ -244,7 +249,10 @@ class BlockPool:
         zero: list[int] = []
         pending: set[int] = set()
         for block, key in enumerate(self._key):
-            if not (key in named or of_these(self._scope[block], self._labels[block])):
+            if not (
+                (named and key is not None and key[:KEY_BYTES] in named)
+                or of_these(self._scope[block], self._labels[block])
+            ):
                 continue
             if self.ref[block]:
                 self._forget(block)

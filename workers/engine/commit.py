@@ -49,12 +49,14 @@ class Commit:
             self._expect_drafts(plan, sampled)
             self._drafting.learn(plan, result, now - plan.started_ns)
         outputs: list[SequenceOutput] = []
-        size = self._size
+        size, many = self._size, self._roster.many
         cursor = 0
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if chunk.drafts:
                 outputs.append(self._checked(chunk, sampled[cursor], now))
+                if sequence.slid and many is not None:
+                    many.slide(sequence)
                 cursor += 1
                 continue
             end = chunk.start + chunk.count
@@ -65,6 +67,8 @@ class Commit:
                 self._count(plan, chunk, now)
             if end // size > sequence.published and sequence.chain is not None:
                 self._publish(sequence, end // size)
+            if many is not None:
+                many.slide(sequence)
             samplers = chunk.samplers
             if sequence.search is not None and samplers:
                 outputs += self._search(sequence, sequence.search, sampled[cursor], now)
@@ -137,6 +141,9 @@ class Commit:
         keys, blocks = sequence.keys, sequence.blocks
         chain.extend(keys, sequence.tokens, full)
         publish = self._roster.pool.publish
+        if self._roster.many is not None:
+            self._roster.many.publish(sequence, full)
+            return
         for index in range(sequence.published, full):
             publish(blocks[index], keys[index], public=chain.is_public(index))
         sequence.published = full

@@ -114,6 +114,8 @@ class Drafting:
         """How many of the guesses have a place, after taking blocks that nobody else needs."""
         roster, sequence = self._roster, chunk.sequence
         size = roster.limits.block_size
+        if roster.many is not None:
+            return min(count, roster.many.stretch(sequence, chunk.start + count + 1) - chunk.start - 1)
         wanted = (chunk.start + count) // size + 1
         while len(sequence.blocks) < wanted:
             if roster.pool.available - roster.promised <= len(roster.running):

@@ -93,7 +93,9 @@ class Engine:
         store: TierStore | None = None,
         mover: BlockMover | None = None,
         on_offer: Callable[[str, Offer | None], None] = lambda ticket, offer: None,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
+        """``windows``: of the model's block tables (``tables.py``)."""
         tiers = None if store is None else new_tiers(config, store)
         self.planner = Planner(
             config,
@@ -104,6 +106,7 @@ class Engine:
             vocab_size=vocab_size,
             records=on_record is not None,
             tiers=tiers,
+            windows=windows,
         )
         self._tiers = None if tiers is None or store is None else TierDesk(tiers, store, self.submit)
         self._runner = runner

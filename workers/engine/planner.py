@@ -25,6 +25,7 @@ from workers.engine.request import Limits, SequenceMaker
 from workers.engine.roster import Roster
 from workers.engine.sequence import Sequence
 from workers.engine.slots import Slots
+from workers.engine.tables import Tables
 from workers.engine.tiers import Tiers
 from workers.protocol import FinishReason, Generate, SequenceOutput, WorkerStats
 
@@ -52,18 +53,26 @@ class Planner:
         vocab_size: int | None = None,
         records: bool = False,
         tiers: Tiers | None = None,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
+        """``windows``: of the model's block tables (``tables.py``)."""
         self.config = config
         self.tiers = tiers
         self.step = 0
         self._owners_at = 0
         self._owners_then: dict[str, int] = {}
         eos = frozenset(eos_ids)
-        self.limits = Limits(blocks, config.block_size, max_context, vocab_size, eos)
+        rows = min(config.max_step_tokens, config.max_chunk_tokens or config.max_step_tokens)
+        if config.speculation is not None:
+            rows = max(rows, 1 + config.speculation.tokens)
+        if not config.kv_cache_reuse:
+            windows = (0,) * len(windows)  # whole sequences are computed anew in every step: nothing is ever outside
+        tables = Tables(windows, config.block_size, rows)
+        self.limits = Limits(blocks, config.block_size, max_context, vocab_size, eos, tables)
         self.pool = BlockPool(blocks, share=config.cache_share)
         if tiers is not None:
             self.pool.on_evict = lambda block, key: tiers.save(key, block, self.pool.holding(block))
-        self.roster = Roster(self.pool, self.limits, Slots(config, blocks), tiers)
+        self.roster = Roster(self.pool, self.limits, Slots(config, blocks, tables), tiers)
         self._maker = SequenceMaker(
             revision=revision,
             eos=eos,
@@ -208,7 +217,7 @@ class Planner:
         copied = {target for _, target in (*plan.copies, *plan.restores)}
         if copied:
             for sequence in self.roster.running:
-                if not copied.isdisjoint(sequence.blocks):
+                if not copied.isdisjoint(sequence.held()):
                     self.roster.preempt(sequence, now, "runner_error")
             self.roster.sweep()
         return self._cancelled(outputs, now)
@@ -238,7 +247,7 @@ class Planner:
         for sequences in self.roster.requests.values():
             for sequence in sequences:
                 named = (sequence.scope and sequence.scope in scopes) or not sequence.labels.isdisjoint(labels)
-                if named or not pending.isdisjoint(sequence.blocks):
+                if named or not pending.isdisjoint(sequence.held()):
                     sequence.purged = True
                     sequence.chain = None
                     if self.tiers is not None:
@@ -281,7 +290,22 @@ class Planner:
             drafts_accepted=0 if self._drafting is None else self._drafting.accepted,
             drafts_rejected=0 if self._drafting is None else self._drafting.rejected,
             tiers={} if self.tiers is None else dict(self.tiers.stats()),
+            windows=self._windows() if self.limits.tables.slide else {},
         )
+
+    def _windows(self) -> dict[str, tuple[int, int]]:
+        """By window (``all``: none): blocks that running sequences hold, and those outside, given back already."""
+        found: dict[str, tuple[int, int]] = {}
+        for number, window in enumerate(self.limits.tables.windows):
+            held = outside = 0
+            for sequence in self.roster.running:
+                table = sequence.others[number - 1] if number else sequence.blocks
+                held += len(table) - sequence.slid[number]
+                outside += sequence.slid[number]
+            name = str(window or "all")
+            before = found.get(name, (0, 0))
+            found[name] = (before[0] + held, before[1] + outside)
+        return found
 
     def _owners(self) -> dict[str, int]:
         """Counted anew every ``OWNERS_EVERY`` steps, and whenever nothing runs: a step must not pay for its readers."""

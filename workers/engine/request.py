@@ -7,7 +7,7 @@ nor pool, ``bad_request`` for values no model can compute with.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from math import isfinite
 
@@ -15,6 +15,7 @@ from workers.engine.beams import BeamSearch
 from workers.engine.block_hash import KeyChain
 from workers.engine.record import SequenceRecord
 from workers.engine.sequence import Sequence
+from workers.engine.tables import Tables
 from workers.protocol import Beams, Generate
 
 MAX_CHOICES = 1024
@@ -31,14 +32,18 @@ class Limits:
     max_context: int
     vocab_size: int | None = None
     eos: frozenset[int] = frozenset()
+    tables: Tables = field(default_factory=Tables)
+    """With the same block size."""
 
     def worst_blocks(self, prompt: int, max_tokens: int, beams: int = 1) -> int:
         """Blocks one sequence, or one beam search, ever needs: its last token is produced but never computed.
 
         Beams share the prompt's full blocks; everything after them each may have of its own.
         """
-        whole = -(-(prompt + max_tokens - 1) // self.block_size)
-        return whole + (beams - 1) * (whole - prompt // self.block_size)
+        tokens = prompt + max_tokens - 1
+        own = -(-tokens // self.block_size) - prompt // self.block_size
+        most = [self.tables.most(table, tokens) for table in range(self.tables.count)]
+        return sum(most) + (beams - 1) * sum(min(own, blocks) for blocks in most)
 
     def refusal(self, generate: Generate) -> str | None:
         """Why this request can never run, or None."""

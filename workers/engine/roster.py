@@ -20,12 +20,14 @@ from collections.abc import Sequence as Items
 from itertools import islice
 
 from workers.engine.block_pool import BlockPool
+from workers.engine.many_tables import ManyTables
 from workers.engine.purge import PurgeLedger
 from workers.engine.record import SequenceRecord
 from workers.engine.request import Limits
 from workers.engine.sequence import Sequence
 from workers.engine.service import ServiceCounters
 from workers.engine.slots import Slots
+from workers.engine.tables import DEAD
 from workers.engine.tiers import Tiers
 from workers.engine.waiting import WaitingLine, by_arrival
 from workers.protocol import FinishReason
@@ -54,9 +56,11 @@ class Roster:
         self.preemptions = 0
         self.recomputed = 0
         """Tokens computed again, over all sequences."""
+        self.many = None if limits.tables.plain else ManyTables(self, MAX_PREEMPTIONS)
         self.records: list[SequenceRecord] = []
         """Of ended sequences, until somebody fetches them."""
-        self._promises: dict[Sequence, int] = {}
+        self.promises: dict[Sequence, int] = {}
+        """Blocks that only one sequence, or search, may take, by its (lead's) sequence."""
         self._gone: set[Sequence] = set()
 
     def enter(self, sequences: list[Sequence]) -> None:
@@ -79,6 +83,8 @@ class Roster:
 
         Returns 0 when it runs, else how many blocks must become available first.
         """
+        if self.many is not None:
+            return self.many.admit(sequence, now)
         pool = self.pool
         size = self.limits.block_size
         known = len(sequence.tokens)
@@ -114,16 +120,16 @@ class Roster:
         hits.extend(fresh)
         pool.mark(hits, sequence.labels)
         if worst:
-            self._promises[sequence] = worst - need
+            self.promises[sequence] = worst - need
             self.promised += worst - need
         if not sequence.high_water and not sequence.preemptions and sequence.chain is not None:
             deepest = hit + len(below)
             pool.count_query(known, cached, sequence.keys[deepest - 1] if deepest else None)
-        self._start(sequence, hits, hit, cached, now)
+        self.start(sequence, hits, hit, cached, now)
         return 0
 
-    def _start(self, sequence: Sequence, blocks: list[int], hit: int, cached: int, now: int) -> None:
-        """``hit`` of the blocks are published already; ``cached`` tokens need not be computed."""
+    def start(self, sequence: Sequence, blocks: list[int], hit: int, cached: int, now: int) -> None:
+        """From waiting to running. ``hit`` of its blocks are published, ``cached`` tokens need not be computed."""
         sequence.blocks = blocks
         sequence.computed = cached
         sequence.published = hit
@@ -142,17 +148,18 @@ class Roster:
     def grow(self, sequence: Sequence) -> int:
         """One more block for a running sequence, or -1 when none is left for it."""
         holder = sequence if sequence.search is None else sequence.search.lead
-        if holder in self._promises:
-            left = self._promises[holder]
+        if holder in self.promises:
+            left = self.promises[holder]
             if left:
-                self._promises[holder] = left - 1
+                self.promises[holder] = left - 1
                 self.promised -= 1
-                return self._take(sequence)
+                return self.take(sequence)
         if self.pool.available <= self.promised:
             return -1
-        return self._take(sequence)
+        return self.take(sequence)
 
-    def _take(self, sequence: Sequence) -> int:
+    def take(self, sequence: Sequence) -> int:
+        """A block for it, marked with its labels; there must be one."""
         block = self.pool.take(sequence.scope, sequence.tenant_key, sequence.weight, sequence.purged)
         self.pool.mark((block,), sequence.labels)
         return block
@@ -164,7 +171,7 @@ class Roster:
 
     def promise(self, sequence: Sequence) -> int:
         """Blocks that only this sequence may take."""
-        return self._promises.get(sequence, 0)
+        return self.promises.get(sequence, 0)
 
     def victim(self) -> Sequence | None:
         """Who gives way: the youngest sequence of the tenant with most service ÷ weight, if anybody may be asked to."""
@@ -177,8 +184,8 @@ class Roster:
         """``child`` starts to run on the lead's computed prompt: same blocks, one more user each."""
         lead.siblings.remove(child)
         self.riders -= 1
-        self.pool.acquire(lead.blocks)
-        child.blocks = list(lead.blocks)
+        self.pool.acquire(lead.held())
+        self._same_tables(child, lead)
         child.keys = list(lead.keys)
         child.published = lead.published
         child.computed = child.high_water = lead.computed
@@ -193,16 +200,23 @@ class Roster:
 
     def take_over(self, beam: Sequence, parent: Sequence) -> None:
         """``beam`` lets its own line go and carries on the parent's: same tokens, same blocks, one more user each."""
-        self.pool.acquire(parent.blocks)
+        self.pool.acquire(parent.held())
         freed = self._release(beam)
-        beam.blocks = list(parent.blocks)
+        self._same_tables(beam, parent)
         beam.tokens = list(parent.tokens)
         beam.computed = parent.computed
         assert beam.search is not None
         lead = beam.search.lead
-        if lead in self._promises:  # what this line had is needed again by the one that took its place
-            self._promises[lead] += freed
+        if lead in self.promises:  # what this line had is needed again by the one that took its place
+            self.promises[lead] += freed
             self.promised += freed
+
+    @staticmethod
+    def _same_tables(child: Sequence, parent: Sequence) -> None:
+        child.blocks = list(parent.blocks)
+        if parent.slid:
+            child.others = [list(table) for table in parent.others]
+            child.slid = list(parent.slid)
 
     def dismount(self, lead: Sequence) -> None:
         """Choices for which no slot was left at the fork run later on their own; the prompt is not billed again."""
@@ -297,7 +311,14 @@ class Roster:
         self.records.append(record)
 
     def _release(self, sequence: Sequence) -> int:
-        blocks, sequence.blocks = sequence.blocks, []
+        blocks = sequence.held()
+        sequence.blocks = []
+        if sequence.slid:
+            sequence.others, sequence.slid = [], []
+        return self.give_back(sequence, blocks)
+
+    def give_back(self, sequence: Sequence, blocks: list[int]) -> int:
+        """One user less for each; how many have none any more."""
         if not sequence.purged:
             return self.pool.release(blocks)
         before = self.pool.dirty
@@ -307,7 +328,7 @@ class Roster:
 
     def _redeem(self, holder: Sequence) -> None:
         """Nothing is promised to it any more."""
-        self.promised -= self._promises.pop(holder, 0)
+        self.promised -= self.promises.pop(holder, 0)
 
     @property
     def preempted(self) -> bool:
@@ -341,14 +362,17 @@ class Roster:
                 assert sequence.computed <= len(sequence.blocks) * self.limits.block_size
                 assert 0 <= sequence.computed < len(sequence.tokens) + (sequence.search is not None)
                 assert sequence.preemptions <= MAX_PREEMPTIONS
-                for block in sequence.blocks:
+                for block in sequence.held():
                     users[block] += 1
+                for table, slid in zip(sequence.tables(), sequence.slid, strict=False):
+                    assert table[:slid] == [DEAD] * slid
+                    assert DEAD not in table[slid:]
         everybody = [s for sequences in self.requests.values() for s in sequences]
         assert len(placed) == len(set(placed)) == len(everybody)
         assert {s for s in placed if s.blocks} == set(self.running)
         assert users == self.pool.ref
         assert self.riders == sum(len(s.siblings) for s in self.running)
-        assert self.promised == sum(self._promises.values()) <= self.pool.available + self.pool.dirty
+        assert self.promised == sum(self.promises.values()) <= self.pool.available + self.pool.dirty
         self.pool.check()
         if self.tiers is not None:
             self.tiers.check()

@@ -7,7 +7,8 @@ Rules
 - 0 <= computed <= len(tokens) - 1 whenever the sequence waits for its next step: the last known token is always
   computed again or for the first time, since its logits give the next one. Only a beam that waits for the others of its
   search has computed them all.
-- ``blocks[i]`` holds positions [i*block_size, (i+1)*block_size); len(blocks) * block_size >= computed.
+- ``blocks[i]`` holds positions [i*block_size, (i+1)*block_size); len(blocks) * block_size >= computed. Models with
+  windows have more such tables (``others``), and entries of blocks that are not needed any more (``tables.py``).
 - ``finish`` is set exactly once, by the engine loop.
 """
 
@@ -20,6 +21,7 @@ from workers.engine.beams import BeamSearch
 from workers.engine.block_hash import BlockKey, KeyChain
 from workers.engine.constraint import Constraint
 from workers.engine.record import SequenceRecord
+from workers.engine.tables import in_use
 from workers.protocol import FinishReason, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -73,6 +75,10 @@ class Sequence:
 
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    others: list[list[int]] = field(default_factory=list)
+    """Further block tables, of a model whose layers attend to differently many tokens (``tables.py``)."""
+    slid: list[int] = field(default_factory=list)
+    """By table, leading entries whose blocks were given back; empty for a model with one table that keeps all."""
     keys: list[BlockKey] = field(default_factory=list)
     """Chain keys of the full blocks of ``tokens``, extended lazily."""
     published: int = 0
@@ -112,6 +118,14 @@ class Sequence:
     """Looked for on the disk already, if not None."""
     record: SequenceRecord | None = None
     """Timings for telemetry; None when nobody asked for them."""
+
+    def tables(self) -> list[list[int]]:
+        """All its block tables."""
+        return [self.blocks, *self.others]
+
+    def held(self) -> list[int]:
+        """The blocks it uses, so that releasing them from the end breaks chains at their ends."""
+        return in_use(self.tables()) if self.slid else self.blocks
 
     @property
     def fetching(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 
 from workers.config import MEAN_REQUEST_TOKENS, EngineConfig
+from workers.engine.tables import Tables
 
 REMEMBERED = 256
 ASSUMED = 16
@@ -21,8 +22,8 @@ ASSUMED = 16
 class Slots:
     """Of one engine. ``limit`` is the number that holds now; O(1) to read and to update."""
 
-    def __init__(self, config: EngineConfig, blocks: int) -> None:
-        self._blocks, self._size = blocks, config.block_size
+    def __init__(self, config: EngineConfig, blocks: int, tables: Tables | None = None) -> None:
+        self._blocks, self._tables = blocks, tables or Tables(block_size=config.block_size)
         self._most = config.max_step_tokens
         self._auto = config.max_running == "auto"
         self._lengths: deque[int] = deque(maxlen=REMEMBERED)
@@ -44,7 +45,7 @@ class Slots:
     def _add(self, tokens: int) -> None:
         if len(self._lengths) == REMEMBERED:
             self._sum -= self._lengths[0]
-        length = -(-tokens // self._size)
+        length = self._tables.worst(tokens)
         self._lengths.append(length)
         self._sum += length
 

@@ -49,7 +49,7 @@ class Stretch:
         planner = self._planner
         roster = planner.roster
         running = roster.running
-        if not running or not planner.steady:
+        if not running or not planner.steady or not planner.limits.tables.plain:
             return 0, False
         last = min(map(self._left, running))
         steps = min(self._undisturbed(), last)

@@ -32,6 +32,7 @@ class Slot:
     position: int
     scope: bytes
     adapter: str | None
+    table: int = 0
 
 
 def next_token(tokens: list[int], seed: int, vocab: int) -> int:
@@ -62,9 +63,19 @@ class FakeRunner:
     """Implements ``Runner``. ``blocks`` × ``block_size`` slots; samples token ids below ``vocab``.
 
     Raises PlanError at the first plan that breaks a rule. ``budget``: most rows a plan may have, None = not checked.
+    ``windows``: of the block tables; what lies before a row's window is not read back, and may be gone.
     """
 
-    def __init__(self, blocks: int, block_size: int, *, vocab: int = 1000, budget: int | None = None) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        *,
+        vocab: int = 1000,
+        budget: int | None = None,
+        windows: tuple[int, ...] = (0,),
+    ) -> None:
+        self.windows = windows
         self.block_size = block_size
         self.vocab = vocab
         self.budget = budget
@@ -156,29 +167,44 @@ class FakeRunner:
             self._expect(chunk.start + chunk.count == len(tokens), "computes unknown tokens")
             self._expect(not chunk.drafts or len(sequence.tokens) == chunk.start + 1, "guesses what is known")
             self._expect(sequence.finish is None, "computes a finished sequence")
-            self._expect(len(sequence.blocks) * size >= chunk.start + chunk.count, "writes past its blocks")
-            self._expect(len(sequence.blocks) == len(set(sequence.blocks)), "one block twice in a table")
-            for position in range(chunk.start, chunk.start + chunk.count):
-                place = (sequence.blocks[position // size], position % size)
-                self._expect(place not in written, f"two sequences write slot {place}")
-                written.add(place)
-                self.slots[place[0]][place[1]] = Slot(tokens[position], position, sequence.scope, sequence.adapter)
+            held = sequence.held()
+            self._expect(len(held) == len(set(held)), "one block twice in a table")
+            for number, table in enumerate(self._tables(sequence)):
+                self._expect(len(table) * size >= chunk.start + chunk.count, "writes past its blocks")
+                for position in range(chunk.start, chunk.start + chunk.count):
+                    place = (table[position // size], position % size)
+                    self._expect(place[0] >= 0, "writes a block that was given back")
+                    self._expect(place not in written, f"two sequences write slot {place}")
+                    written.add(place)
+                    self.slots[place[0]][place[1]] = Slot(
+                        tokens[position], position, sequence.scope, sequence.adapter, number
+                    )
 
     def _read(self, chunk: Chunk) -> list[int]:
-        """The sequence's tokens up to the chunk's end, read through its block table."""
+        """The sequence's tokens up to the chunk's end, read through its block tables as far as windows reach."""
         sequence = chunk.sequence
         tokens = sequence.tokens[: chunk.start + chunk.known] + chunk.drafts
-        line: list[int] = []
-        for position in range(chunk.start + chunk.count):
-            index = position // self.block_size
-            slot = self.slots[sequence.blocks[index]][position % self.block_size]
-            if slot is None or slot.position != position or slot.token != tokens[position]:
-                raise PlanError(f"{sequence.id}[{sequence.index}] position {position}: block holds {slot}")
-            public = sequence.chain is not None and sequence.chain.is_public(index)
-            self._expect(slot.adapter == sequence.adapter, "reads another adapter's block")
-            self._expect(public or slot.scope == sequence.scope, "reads another scope's block")
-            line.append(slot.token)
+        end = chunk.start + chunk.count
+        line = list(tokens)
+        for number, table in enumerate(self._tables(sequence)):
+            window = self.windows[number]
+            for position in range(max(0, chunk.start + 1 - window) if window else 0, end):
+                index = position // self.block_size
+                self._expect(table[index] >= 0, "reads a block that was given back")
+                slot = self.slots[table[index]][position % self.block_size]
+                wanted = (position, tokens[position], number)
+                if slot is None or (slot.position, slot.token, slot.table) != wanted:
+                    raise PlanError(f"{sequence.id}[{sequence.index}] position {position}: block holds {slot}")
+                public = sequence.chain is not None and sequence.chain.is_public(index)
+                self._expect(slot.adapter == sequence.adapter, "reads another adapter's block")
+                self._expect(public or slot.scope == sequence.scope, "reads another scope's block")
+                line[position] = slot.token
         return line
+
+    def _tables(self, sequence: Sequence) -> list[list[int]]:
+        tables = sequence.tables()
+        self._expect(len(tables) == len(self.windows), f"{len(tables)} tables, the model has {len(self.windows)}")
+        return tables
 
     @staticmethod
     def _expect(holds: bool, message: str) -> None:

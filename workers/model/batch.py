@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,14 @@ from workers.engine.verify import standings
 from workers.model.staging import ship
 
 Ints = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Table:
+    """Where one block table has the rows' keys and values, and its entries, as ``Layout``'s."""
+
+    slots: Ints
+    blocks: list[list[int]]
 
 
 @dataclass(slots=True)
@@ -39,6 +47,8 @@ class Layout:
     logit_rows: list[int] = field(default_factory=list)
     """Rows whose logits are wanted: one per chunk that samples, and one more for each of its drafts."""
     samplers: list[Sequence] = field(default_factory=list)
+    more: list[Table] = field(default_factory=list)
+    """Of a model with several block tables: those after the first, which is ``slots`` and ``blocks``."""
     sampler_rows: list[int] = field(default_factory=list)
     """For each sampler the index into ``logit_rows``; n choices share their prompt's last row."""
 
@@ -61,6 +71,16 @@ class Batch:
     """int64 [rows]."""
     rows: Tensor
     """int64: ``layout.logit_rows``."""
+    more: list[Tensor] = field(default_factory=list)
+    """Slots of ``layout.more``."""
+
+    def of_table(self, table: int) -> Batch:
+        """The same rows, with the slots and blocks of one of the model's tables."""
+        if not table:
+            return self
+        other = self.layout.more[table - 1]
+        layout = replace(self.layout, slots=other.slots, blocks=other.blocks)
+        return replace(self, layout=layout, slots=self.more[table - 1])
 
     @property
     def query_lens(self) -> list[int]:
@@ -82,11 +102,9 @@ class Batch:
         """As the layout's."""
         return self.layout.blocks
 
-    def token_slots(self, sequence: int, count: int) -> Ints:
-        """Slots of the first ``count`` tokens of a sequence of this batch."""
-        size = self.layout.block_size
-        table = np.array(self.blocks[sequence][: -(-count // size)], dtype=np.int64)
-        return (table[:, None] * size + np.arange(size)).reshape(-1)[:count]
+    def token_slots(self, sequence: int, end: int, start: int = 0) -> Ints:
+        """Slots of the tokens [start, end) of a sequence of this batch."""
+        return _slots(self.blocks[sequence], start, end, self.layout.block_size)
 
 
 def build(chunks: Items[Chunk], block_size: int, device: torch.device) -> Batch:
@@ -96,7 +114,9 @@ def build(chunks: Items[Chunk], block_size: int, device: torch.device) -> Batch:
 
 def place(layout: Layout, device: torch.device) -> Batch:
     """The layout's rows on the device, in one copy."""
-    return Batch(layout, *ship([layout.tokens, layout.positions, layout.slots, np.array(layout.logit_rows)], device))
+    own = [layout.tokens, layout.positions, layout.slots, np.array(layout.logit_rows)]
+    tokens, positions, slots, rows, *more = ship([*own, *(table.slots for table in layout.more)], device)
+    return Batch(layout, tokens, positions, slots, rows, more)
 
 
 def lay_out(chunks: Items[Chunk], block_size: int) -> Layout:
@@ -110,7 +130,6 @@ def lay_out(chunks: Items[Chunk], block_size: int) -> Layout:
     batch_logits: list[int] = []
     samplers: list[Sequence] = []
     sampler_rows: list[int] = []
-    offsets = np.arange(block_size)
     for chunk in chunks:
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
         known = end - len(chunk.drafts)
@@ -122,15 +141,8 @@ def lay_out(chunks: Items[Chunk], block_size: int) -> Layout:
         count = end - start
         tokens.extend(sequence.tokens[start:known])
         tokens.extend(chunk.drafts)
-        if count == 1:
-            positions.append(np.array([start]))
-            slots.append(np.array([sequence.blocks[start // block_size] * block_size + start % block_size]))
-        else:
-            first = start // block_size
-            table = np.array(sequence.blocks[first : -(-end // block_size)], dtype=np.int64)
-            own = (table[:, None] * block_size + offsets).reshape(-1)
-            positions.append(np.arange(start, end))
-            slots.append(own[start - first * block_size : end - first * block_size])
+        positions.append(np.arange(start, end))
+        slots.append(_slots(sequence.blocks, start, end, block_size))
         lens.append(count)
         contexts.append(end)
         starts.append(rows)
@@ -156,4 +168,24 @@ def lay_out(chunks: Items[Chunk], block_size: int) -> Layout:
         logit_rows=batch_logits,
         samplers=samplers,
         sampler_rows=sampler_rows,
+        more=[_table(chunks, number, block_size) for number in range(len(chunks[0].sequence.others))],
     )
+
+
+def _slots(blocks: list[int], start: int, end: int, size: int) -> Ints:
+    """Of the tokens [start, end) of a sequence with these blocks."""
+    if end - start == 1:
+        return np.array([blocks[start // size] * size + start % size])
+    first = start // size
+    table = np.array(blocks[first : -(-end // size)], dtype=np.int64)
+    return (table[:, None] * size + np.arange(size)).reshape(-1)[start - first * size : end - first * size]
+
+
+def _table(chunks: Items[Chunk], number: int, size: int) -> Table:
+    """Of every sequence its table ``number`` + 1."""
+    tables = [chunk.sequence.others[number] for chunk in chunks]
+    slots = [
+        _slots(blocks, chunk.start, chunk.start + chunk.count, size)
+        for chunk, blocks in zip(chunks, tables, strict=True)
+    ]
+    return Table(np.concatenate(slots), tables)

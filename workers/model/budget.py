@@ -20,6 +20,7 @@ import torch
 from workers.config import EngineConfig, kv_bytes_per_token
 from workers.model.config import ModelConfig
 from workers.model.kv_cache import KvCacheSizeError, block_count
+from workers.model.kv_tables import KvTables
 from workers.model.quant.scheme import BITS
 
 SAMPLED_BYTES = 24
@@ -85,13 +86,14 @@ def divide(
     context: int,
     beside: Beside = Beside(),
     weights: int | None = None,
+    tables: KvTables | None = None,
     *,
     share: int = 1,
     sampled: int | None = None,
 ) -> Budget:
     """Plan a worker's memory. ``context``: most tokens of a sequence. ``weights``: their bytes, where they are known.
-    ``share``: processes that divide the device. ``sampled``: logits of each row that samples here; None: the model's
-    vocabulary.
+    ``tables``: None = one of all layers. ``share``: processes that divide the device. ``sampled``: logits of each row
+    that samples here; None: the model's vocabulary.
 
     Raises KvCacheSizeError for a cache of fewer than two blocks, and on CUDA for what does not fit.
     """
@@ -106,7 +108,8 @@ def divide(
     buffers += context * model.head_dim * dtype.itemsize + rows * 64
     if engine.weight_dtype != "auto":  # torch unpacks a matrix whole before it multiplies
         buffers += model.hidden * max(model.vocab, 2 * model.intermediate) * dtype.itemsize
-    per_token = kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, dtype.itemsize, engine.kv_dtype)
+    layers = model.layers if tables is None else tables.depth
+    per_token = kv_bytes_per_token(layers, model.kv_heads, model.head_dim, dtype.itemsize, engine.kv_dtype)
     per_token += beside.per_token
     tier = engine.host_tier
     host = tier.size if tier is not None and device.type == "cpu" else 0
@@ -127,7 +130,11 @@ def weight_bytes(model: ModelConfig, width: int, weight_dtype: str = "auto") -> 
     """All weights of a decoder of the Llama family; a tied head counts once."""
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     matrices = model.hidden * (query + 2 * key) + query * model.hidden
-    vectors = 2 * model.hidden + (query + 2 * key) * model.qkv_bias + model.hidden * model.output_bias
+    vectors = (
+        (4 if model.post_norms else 2) * model.hidden
+        + (query + 2 * key) * model.qkv_bias
+        + model.hidden * model.output_bias
+    )
     vectors += 2 * model.head_dim * model.qk_norm
     ends = model.vocab * model.hidden * (1 if model.tied else 2)
     total = width * (model.layers * (matrices + vectors) + _mlp_weights(model) + ends + model.hidden)

@@ -66,10 +66,39 @@ class ModelConfig:
     """Of the projection behind attention."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over each head of q and k, before the rotation (Qwen3)."""
-    window: int | None = None
-    """Some layer attends to so many latest tokens only. Contexts up to it are computed in full attention."""
+    """RMSNorm over each head of q and k, before the rotation (Qwen3, Gemma 3)."""
+    windows: tuple[int, ...] = ()
+    """How many latest tokens each layer attends to, its own included; 0 = all. Empty: all layers attend to all."""
     moe: MoeConfig | None = None
+    local_rope: RopeConfig | None = None
+    """Of the layers with a window, where theirs differs (Gemma 3)."""
+    gelu: bool = False
+    """The MLP's gate goes through GELU (in its tanh form), not SiLU."""
+    unit_norms: bool = False
+    """Norms multiply by 1 + weight (Gemma)."""
+    post_norms: bool = False
+    """What attention and MLP give is normed before it is added (Gemma 2 and 3)."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by sqrt(hidden) (Gemma)."""
+    query_scale: float | None = None
+    """Scores are multiplied by it; None: by 1 / sqrt(head_dim)."""
+    score_cap: float = 0.0
+    """Scores are bent to ±cap by tanh (Gemma 2); 0 = not."""
+    logit_cap: float = 0.0
+    """Logits likewise."""
+
+    @property
+    def mlp_norm_name(self) -> str:
+        """The norm before the MLP; checkpoints with norms behind attention call that one by Llama's name for it."""
+        return "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
+
+    def window(self, layer: int) -> int:
+        """How many latest tokens a layer attends to; 0 = all."""
+        return self.windows[layer] if self.windows else 0
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """A layer's rotation."""
+        return self.local_rope if self.local_rope is not None and self.window(layer) else self.rope
 
 
 Fields = Mapping[str, Any]
@@ -84,24 +113,35 @@ class Family:
     mlp_bias: bool | None = None
     """None: as ``mlp_bias`` says."""
     qk_norm: bool = False
-    windowed: Callable[[Fields], bool] = lambda fields: True
-    """Whether ``sliding_window`` holds for any layer."""
+    slides: Callable[[Fields, int], bool] = lambda fields, layer: True
+    """Whether ``sliding_window`` holds for a layer, where ``layer_types`` does not say so."""
+    optional_window: bool = False
+    """It holds only with ``use_sliding_window``."""
+    gemma: bool = False
+    """Norms of 1 + weight, also behind attention and MLP; GELU; scaled embeddings; a scale of its own for scores."""
     moe: Callable[[Fields, str], MoeConfig] | None = None
     """(fields, the file's name for errors) → its mixture of experts."""
 
 
-def _qwen_windowed(fields: Fields) -> bool:
-    """Qwen names a window that is off unless ``use_sliding_window``, and then on from ``max_window_layers``."""
-    if not fields.get("use_sliding_window", False):
-        return False
-    if kinds := fields.get("layer_types"):
-        return "sliding_attention" in kinds
-    return int(fields.get("max_window_layers", 0)) < int(fields["num_hidden_layers"])
+def _qwen_slides(fields: Fields, layer: int) -> bool:
+    """Qwen's window is on from ``max_window_layers``."""
+    return layer >= int(fields.get("max_window_layers", 0))
 
 
-def _qwen_moe_windowed(fields: Fields) -> bool:
-    """Which layers it holds for differs between the two; either way some."""
-    return bool(fields.get("use_sliding_window", False))
+def _qwen2_moe_slides(fields: Fields, layer: int) -> bool:
+    """Every second layer below ``max_window_layers``."""
+    return layer % 2 == 0 and layer < int(fields.get("max_window_layers", 28))
+
+
+def _gemma3_slides(fields: Fields, layer: int) -> bool:
+    """Every sixth layer attends to all, unless the file names another pattern."""
+    pattern = fields.get("sliding_window_pattern") or fields.get("_sliding_window_pattern") or 6
+    return (layer + 1) % int(pattern) != 0
+
+
+def _gemma2_slides(fields: Fields, layer: int) -> bool:
+    """Every second layer attends to all."""
+    return layer % 2 == 0
 
 
 def _mixtral_experts(fields: Fields, where: str) -> MoeConfig:
@@ -139,17 +179,27 @@ def _routed(fields: Fields, name: str, where: str) -> tuple[int, int]:
 
 FAMILIES: Mapping[str, Family] = {
     "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, mlp_bias=False),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, mlp_bias=False, windowed=_qwen_windowed),
-    "Qwen3ForCausalLM": Family(mlp_bias=False, qk_norm=True, windowed=_qwen_windowed),
+    "Qwen2ForCausalLM": Family(
+        qkv_bias=True, output_bias=False, mlp_bias=False, slides=_qwen_slides, optional_window=True
+    ),
+    "Qwen3ForCausalLM": Family(mlp_bias=False, qk_norm=True, slides=_qwen_slides, optional_window=True),
     "MixtralForCausalLM": Family(qkv_bias=False, output_bias=False, mlp_bias=False, moe=_mixtral_experts),
     "Qwen2MoeForCausalLM": Family(
-        qkv_bias=True, output_bias=False, mlp_bias=False, windowed=_qwen_moe_windowed, moe=_qwen2_experts
+        qkv_bias=True,
+        output_bias=False,
+        mlp_bias=False,
+        slides=_qwen2_moe_slides,
+        optional_window=True,
+        moe=_qwen2_experts,
     ),
-    "Qwen3MoeForCausalLM": Family(mlp_bias=False, qk_norm=True, windowed=_qwen_moe_windowed, moe=_qwen_experts),
+    "Qwen3MoeForCausalLM": Family(mlp_bias=False, qk_norm=True, optional_window=True, moe=_qwen_experts),
+    "Gemma2ForCausalLM": Family(mlp_bias=False, gemma=True, slides=_gemma2_slides),
+    "Gemma3ForCausalLM": Family(mlp_bias=False, gemma=True, qk_norm=True, slides=_gemma3_slides),
 }
 """Others, also a plugin's, are read as Llama."""
 
 
+_KINDS = ("full_attention", "sliding_attention")
 RECURRENT_FIELDS = (
     "ssm_cfg",
     "state_size",
@@ -181,7 +231,14 @@ def parse_config(fields: Fields, generation: Fields, where: str) -> ModelConfig:
             f"{where}: {architecture} keeps state other than keys and values ({state}), which neither cache blocks nor "
             "preemption by recompute know; use a model with attention in every layer"
         )
-    for field, allowed in (("hidden_act", ("silu", None)), ("quantization_config", (None,))):
+    for field, allowed in (
+        (
+            "hidden_activation" if family.gemma else "hidden_act",
+            (("gelu_pytorch_tanh" if family.gemma else "silu"), None),
+        ),
+        ("quantization_config", (None,)),
+        ("use_bidirectional_attention", (None, False)),
+    ):
         if fields.get(field) not in allowed:
             raise ModelStoreError(
                 f"{where}: {field}={fields[field]!r} is not supported (supported: {allowed[0]!r}); use another model"
@@ -197,29 +254,77 @@ def parse_config(fields: Fields, generation: Fields, where: str) -> ModelConfig:
     if head_dim % 2:
         raise ModelStoreError(f"{where}: head_dim={head_dim} is odd; rotary embeddings need an even one")
     attention_bias, mlp_bias = (_flag(fields, name, where) for name in ("attention_bias", "mlp_bias"))
-    windowed = fields.get("sliding_window") is not None and family.windowed(fields)
+    layers = _positive(fields, "num_hidden_layers", where)
+    ropes = _ropes(fields, where, family)
     return ModelConfig(
         architecture=architecture,
         vocab=_positive(fields, "vocab_size", where),
         hidden=hidden,
         intermediate=_positive(fields, "intermediate_size", where),
-        layers=_positive(fields, "num_hidden_layers", where),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_context=_positive(fields, "max_position_embeddings", where),
         rms_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        rope=_rope(fields, where),
-        tied=bool(fields.get("tie_word_embeddings", False)),
+        rope=ropes[0],
+        tied=bool(fields.get("tie_word_embeddings", family.gemma)),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         eos_ids=_ids(generation.get("eos_token_id")) or _ids(fields.get("eos_token_id")),
         qkv_bias=_qkv_bias(fields, where, attention_bias if family.qkv_bias is None else family.qkv_bias),
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
-        window=_positive(fields, "sliding_window", where) if windowed else None,
+        windows=_windows(fields, layers, where, family),
+        local_rope=ropes[1],
+        gelu=family.gemma,
+        unit_norms=family.gemma,
+        post_norms=family.gemma,
+        scaled_embedding=family.gemma,
+        query_scale=_cap(fields, "query_pre_attn_scalar", where, 256.0) ** -0.5 if family.gemma else None,
+        score_cap=_cap(fields, "attn_logit_softcapping", where) if family.gemma else 0.0,
+        logit_cap=_cap(fields, "final_logit_softcapping", where) if family.gemma else 0.0,
         moe=family.moe(fields, where) if family.moe is not None else None,
     )
+
+
+def _windows(fields: Fields, layers: int, where: str, family: Family) -> tuple[int, ...]:
+    """By layer, 0 = none; empty when no layer has one."""
+    if fields.get("sliding_window") is None:
+        return ()
+    if family.optional_window and not fields.get("use_sliding_window"):
+        return ()
+    window = _positive(fields, "sliding_window", where)
+    kinds = fields.get("layer_types")
+    if kinds is not None and len(kinds) != layers:
+        raise ModelStoreError(f"{where}: layer_types names {len(kinds)} layers, num_hidden_layers={layers}")
+    slides = [
+        kinds[layer] == "sliding_attention" if kinds is not None else family.slides(fields, layer)
+        for layer in range(layers)
+    ]
+    return tuple(window * one for one in slides) if any(slides) else ()
+
+
+def _cap(fields: Fields, name: str, where: str, default: float = 0.0) -> float:
+    """A positive number, or ``default`` where none is named."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ModelStoreError(f"{where}: {name}={value!r} must be a positive number")
+    return float(value)
+
+
+def _ropes(fields: Fields, where: str, family: Family) -> tuple[RopeConfig, RopeConfig | None]:
+    """Of layers that attend to all, and of those with a window where that is another (Gemma 3: never scaled)."""
+    named = fields.get("rope_parameters") or {}
+    if "full_attention" in named or "sliding_attention" in named:
+        both = [_rope({**fields, "rope_scaling": None, "rope_parameters": named.get(kind)}, where) for kind in _KINDS]
+        return both[0], both[1]
+    if family.gemma and family.qk_norm:
+        local = float(fields.get("rope_local_base_freq") or 10000.0)
+        return _rope({"rope_theta": 1e6, **fields}, where), RopeConfig(theta=local)
+    return _rope(fields, where), None
 
 
 def _other_state(fields: Fields) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from workers.model.gguf_sentencepiece import document_of
 from workers.model_store import ModelStoreError
 
 Json = dict[str, Any]
@@ -38,16 +39,18 @@ PRE_TOKENIZERS: dict[str, Json] = {
         {**_BYTE_LEVEL, "use_regex": False},
     ),
 }
+_TURN_ENDS = ("<|endoftext|>", "<end_of_turn>")
 _NORMALIZERS: dict[str, Json] = {"qwen2": {"type": "NFC"}}
 _IGNORE_MERGES = {"llama-bpe"}
 
 
 def tokenizer_json_of(metadata: Json) -> str:
-    """``tokenizer.json`` text. Raises ModelStoreError when the tokenizer is not byte-level BPE of a known kind."""
+    """``tokenizer.json`` text. Raises ModelStoreError when the tokenizer is neither byte-level BPE of a known kind nor
+    SentencePiece's BPE."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+    if kind != "llama" and (kind != "gpt2" or pre not in PRE_TOKENIZERS):
         raise ModelStoreError(
-            f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported (supported: gpt2 with "
+            f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported (supported: llama, and gpt2 with "
             f"{', '.join(PRE_TOKENIZERS)}); use a directory with the model's own tokenizer.json"
         )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
@@ -65,6 +68,8 @@ def tokenizer_json_of(metadata: Json) -> str:
         for index, (token, type_) in enumerate(zip(tokens, types, strict=True))
         if type_ in (_CONTROL, _USER_DEFINED)
     ]
+    if kind == "llama":
+        return document_of(metadata, added)
     document = {
         "version": "1.0",
         "truncation": None,
@@ -110,12 +115,12 @@ def tokenizer_config_of(metadata: Json) -> str:
 
 
 def generation_config_of(metadata: Json) -> str:
-    """``generation_config.json`` text. End tokens: those named, and a control token ``<|endoftext|>``."""
+    """``generation_config.json`` text. End tokens: those named, and control tokens that are known to end a turn."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    if "<|endoftext|>" in tokens and types[tokens.index("<|endoftext|>")] == _CONTROL:
-        ends.append(tokens.index("<|endoftext|>"))
+    places = [tokens.index(mark) for mark in _TURN_ENDS if mark in tokens]
+    ends += [place for place in places if types[place] == _CONTROL]
     config = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),

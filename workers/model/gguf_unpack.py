@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,8 +46,24 @@ _LAYER |= {
     for ours, theirs in _LAYER.items()
     if theirs.endswith("_proj.weight")
 }
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_GEMMA_LAYER = _LAYER | {
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 """``general.architecture`` → the class of ``config.json``. Mistral's files say llama."""
+_GEMMA = frozenset({"gemma2", "gemma3"})
+PIECE = 1 << 20
+"""Elements that are dequantised at once."""
+_LARGEST = {"gemma2": 46, "gemma3": 62}
+"""Layers of the 27B models: there scores are scaled by hidden size ÷ heads, in all others by the size of a head."""
 _PERMUTED = frozenset({"llama"})
 """Of these llama.cpp's converter reorders q and k, for interleaved RoPE; the others keep the half-split form."""
 
@@ -68,13 +85,15 @@ class GgufModel:
                 f"{path}: general.architecture is {architecture!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
             )
         self._architecture = str(architecture)
+        self._scaled = self.metadata.get(f"{architecture}.rope.scaling.type") == "linear"
         names = {tensor.name for tensor in self._reader.tensors}
         scaling = self.metadata.get(f"{architecture}.rope.scaling.type", "none")
-        if "rope_freqs.weight" in names or scaling != "none":
+        if "rope_freqs.weight" in names or scaling not in ("none", "linear"):
             raise ModelStoreError(
                 f"{path}: scaled RoPE in GGUF is not supported; use the model's safetensors directory instead"
             )
-        self._tensors = {_hf_name(tensor.name, path): tensor for tensor in self._reader.tensors}
+        layer = layer_names(self._architecture)
+        self._tensors = {_hf_name(tensor.name, path, layer): tensor for tensor in self._reader.tensors}
         self._heads = int(self._need("attention.head_count"))
         self._kv_heads = int(self._maybe("attention.head_count_kv", self._heads))
 
@@ -83,10 +102,11 @@ class GgufModel:
         meta, heads = self.metadata, self._heads
         hidden = int(self._need("embedding_length"))
         window = int(self._maybe("attention.sliding_window", 0))
+        factor = float(self._maybe("rope.scaling.factor", 1.0)) if self._scaled else 1.0
         return {
             "architectures": [ARCHITECTURES[self._architecture]],
-            "model_type": self._architecture,
-            "hidden_act": "silu",
+            "model_type": {"gemma3": "gemma3_text"}.get(self._architecture, self._architecture),
+            **({} if self._architecture in _GEMMA else {"hidden_act": "silu"}),
             "hidden_size": hidden,
             "intermediate_size": int(self._need("feed_forward_length")),
             "num_hidden_layers": int(self._need("block_count")),
@@ -102,23 +122,36 @@ class GgufModel:
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
             "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in self._tensors,
             **({"sliding_window": window} if window else {}),
+            **({"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor != 1.0 else {}),
+            **(self._gemma() if self._architecture in _GEMMA else {}),
             "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
             "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
             "dtype": "bfloat16",
         }
 
+    def _gemma(self) -> dict[str, Any]:
+        """What llama.cpp knows of Gemma without being told."""
+        hidden, layers = int(self._need("embedding_length")), int(self._need("block_count"))
+        scalar = hidden // self._heads if layers == _LARGEST[self._architecture] else self._need("attention.key_length")
+        told = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": int(scalar)}
+        if self._architecture == "gemma3":
+            return {**told, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}
+        caps = {name: self._maybe(name, None) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+        return {**told, **caps}
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Tensor name → shape [out, in], in file order."""
         return {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """One tensor, dequantised to fp32 [out, in]; rows of q and k in the half-split RoPE order."""
-        stored = self._tensors[name]
-        array = np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)  # a copy: fp32 data is mapped
-        array = array.reshape(tuple(int(size) for size in reversed(stored.shape)))
-        heads = self.permuted(name)
-        return unpermute(array, heads) if heads else array
+        """One tensor, dequantised to fp32 [out, in], as ``pieces`` gives it."""
+        array = np.empty(self.shapes()[name], dtype=np.float32)
+        done = 0
+        for piece in self.pieces(name):
+            array[done : done + len(piece)] = piece
+            done += len(piece)
+        return array
 
     def permuted(self, name: str) -> int:
         """Heads whose rows ``unpermute`` has to put back in this tensor; 0: its rows are in order."""
@@ -133,6 +166,25 @@ class GgufModel:
         """A tensor as it lies in the file: its type's name and its bytes, rows in the file's order."""
         stored = self._tensors[name]
         return stored.tensor_type.name, stored.data
+
+    def pieces(self, name: str) -> Iterator[NDArray[np.float32]]:
+        """One tensor, dequantised some rows at a time, since that takes several times their size in memory.
+
+        Rows of q and k in the half-split RoPE order, Gemma's norms less one.
+        """
+        stored = self._tensors[name]
+        shape = self.shapes()[name]
+        turned = self.permuted(name)
+        rows = stored.data.reshape(shape[0], -1)
+        step = len(rows) if turned or len(shape) == 1 else max(1, PIECE // shape[1])
+        for start in range(0, len(rows), step):
+            piece = dequantize(rows[start : start + step], stored.tensor_type).astype(np.float32, copy=True)
+            piece = piece.reshape(-1, *shape[1:])
+            if turned:
+                piece = unpermute(piece, turned)
+            if self._architecture in _GEMMA and name.endswith("norm.weight"):
+                piece -= 1.0  # llama.cpp's converter adds what the checkpoint's norms leave out
+            yield piece
 
     def _vocab(self) -> int:
         """Rows of the embedding: at least the tokens that have names; Qwen pads it."""
@@ -169,9 +221,20 @@ def to_bf16_bits(array: NDArray[np.float32]) -> NDArray[np.uint16]:
     return rounded
 
 
-def unpack(gguf: Path, directory: Path, progress: Progress | None, dtype: Literal["bf16", "f32"] = "bf16") -> None:
-    """Write tokenizer, configs and ``model.safetensors`` into ``directory``. Raises ModelStoreError."""
+def unpack(
+    gguf: Path,
+    directory: Path,
+    progress: Progress | None,
+    dtype: Literal["bf16", "f32"] = "bf16",
+    template: str | None = None,
+) -> None:
+    """Write tokenizer, configs and ``model.safetensors`` into ``directory``. Raises ModelStoreError.
+
+    ``template``: the chat template of a file that has none.
+    """
     model = GgufModel(gguf)
+    if template is not None:
+        model.metadata.setdefault("tokenizer.chat_template", template)
     config = model.config()
     config["dtype"] = "bfloat16" if dtype == "bf16" else "float32"
     files = {
@@ -200,18 +263,23 @@ def _write_safetensors(model: GgufModel, path: Path, progress: Progress | None, 
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in model.shapes():
-            array = model.tensor(name)
-            data = to_bf16_bits(array).tobytes() if dtype == "bf16" else array.tobytes()
-            file.write(data)
-            done += len(data)
-            if progress:
-                progress("unpack", done, offset)
+            for piece in model.pieces(name):
+                data = to_bf16_bits(piece).tobytes() if dtype == "bf16" else piece.tobytes()
+                file.write(data)
+                done += len(data)
+                if progress:
+                    progress("unpack", done, offset)
 
 
-def _hf_name(name: str, path: Path) -> str:
+def layer_names(architecture: str) -> dict[str, str]:
+    """Tensor names within a layer: GGUF → Hugging Face."""
+    return _GEMMA_LAYER if architecture in _GEMMA else _LAYER
+
+
+def _hf_name(name: str, path: Path, layer: dict[str, str]) -> str:
     if name in _TOP:
         return _TOP[name]
     match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-    if match and match[2] in _LAYER:
-        return f"model.layers.{match[1]}.{_LAYER[match[2]]}"
+    if match and match[2] in layer:
+        return f"model.layers.{match[1]}.{layer[match[2]]}"
     raise ModelStoreError(f"{path}: tensor {name!r} does not belong to a Llama-family decoder")

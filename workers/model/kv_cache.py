@@ -1,7 +1,8 @@
-"""Paged keys and values: one tensor ``[layers, 2, blocks, block_size, kv_heads, head_dim]``, or bytes of as many rows.
+"""Paged keys and values: one tensor ``[layers, 2, blocks, block_size, kv_heads, head_dim]``, or as many rows of bytes.
 
 Rules
-- Which block holds what is the engine's business (block_pool.py); here are only the bytes.
+- Which block holds what is the engine's business (block_pool.py); here are only the bytes. A block holds all layers, or
+  those of one table (``kv_tables.py``).
 - A token's slot is ``block * block_size + offset``: seen as ``[blocks * block_size, kv_heads * head_dim]``, every token
   is one contiguous row, so that a write is a row scatter and a read of any set of tokens a row gather.
 - What a quantised cache holds is what everybody reads, also the step that wrote it: else chunks would change answers.
@@ -17,6 +18,7 @@ from torch import Tensor
 from workers.config import EngineConfig, kv_bytes_per_token
 from workers.model.config import ModelConfig
 from workers.model.kv_format import FORMATS, KvFormat
+from workers.model.kv_tables import KvTables, one_table
 
 
 class KvCacheSizeError(ValueError):
@@ -59,29 +61,34 @@ class KvCache:
         device: torch.device,
         *,
         scratch: bool = False,
+        tables: KvTables | None = None,
     ) -> None:
-        """Allocate. ``scratch``: one more block, number ``blocks``, which no sequence has.
+        """Allocate. ``scratch``: one more block, number ``blocks``, which no sequence has. ``tables``: None = one.
 
         Raises KvCacheSizeError when the device has not the memory.
         """
         self.blocks, self.block_size, self._model, self._dtype = blocks, block_size, model, dtype
+        self.tables = tables or one_table(model.layers)
         self.bytes_per_token = self._bytes_per_token()
+        """Of a token in one block: in the layers of one table."""
         self.block_bytes = block_size * self.bytes_per_token
         """What ``save`` makes of one block: everything that its tokens left in the cache, in every layer."""
         row, held = self._row()
         try:
-            self.data = torch.zeros((model.layers, 2, blocks + scratch, block_size, *row), dtype=held, device=device)
+            self.data = torch.zeros(
+                (self.tables.depth, 2, blocks + scratch, block_size, *row), dtype=held, device=device
+            )
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise KvCacheSizeError(
                 f"{blocks} blocks of keys and values ({blocks * block_size * self.bytes_per_token} bytes) do not fit "
                 f"on {device}; lower engine.kv_cache or engine.blocks"
             ) from error
-        rows = self.data.view(model.layers, 2, (blocks + scratch) * block_size, -1)
-        self._rows = [(rows[layer, 0], rows[layer, 1]) for layer in range(model.layers)]
+        rows = self.data.view(self.tables.depth, 2, (blocks + scratch) * block_size, -1)
+        self._rows = [(rows[place, 0], rows[place, 1]) for _, place in self.tables.places]
 
     def _bytes_per_token(self) -> int:
         model = self._model
-        return kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, self._dtype.itemsize)
+        return kv_bytes_per_token(self.tables.depth, model.kv_heads, model.head_dim, self._dtype.itemsize)
 
     def _row(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and type of what a token's keys, or values, take in one layer."""
@@ -93,7 +100,8 @@ class KvCache:
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """(keys, values) of a layer, each a view [blocks, block_size, kv_heads, head_dim]."""
-        return self.data[layer, 0], self.data[layer, 1]
+        place = self.tables.places[layer][1]
+        return self.data[place, 0], self.data[place, 1]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store keys and values [tokens, kv_heads, head_dim] at ``slots`` [tokens]."""
@@ -147,17 +155,19 @@ class QuantisedKvCache(KvCache):
         dtype: torch.dtype,
         device: torch.device,
         held: KvFormat,
+        tables: KvTables | None = None,
     ) -> None:
         """Allocate; ``dtype`` is what the model computes in. Raises KvCacheSizeError when the memory is not there."""
         self._format = held
-        super().__init__(model, blocks, block_size, dtype, device)
+        super().__init__(model, blocks, block_size, dtype, device, tables=tables)
 
     def _bytes_per_token(self) -> int:
         model = self._model
-        return kv_bytes_per_token(model.layers, model.kv_heads, model.head_dim, self._dtype.itemsize, self._format.name)
+        depth = self.tables.depth
+        return kv_bytes_per_token(depth, model.kv_heads, model.head_dim, self._dtype.itemsize, self._format.name)
 
     def _row(self) -> tuple[tuple[int, ...], torch.dtype]:
-        return (self.bytes_per_token // (2 * self._model.layers),), torch.uint8
+        return (self.bytes_per_token // (2 * self.tables.depth),), torch.uint8
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """As ``KvCache.write``, rounded to the format."""
@@ -186,11 +196,12 @@ def make_cache(
     *,
     kv_dtype: str = "auto",
     scratch: bool = False,
+    tables: KvTables | None = None,
 ) -> KvCache:
     """The cache that ``engine.kv_dtype`` names. Raises KvCacheSizeError when the device has not the memory."""
     if kv_dtype == "auto":
-        return KvCache(model, blocks, block_size, dtype, device, scratch=scratch)
-    return QuantisedKvCache(model, blocks, block_size, dtype, device, FORMATS[kv_dtype])
+        return KvCache(model, blocks, block_size, dtype, device, scratch=scratch, tables=tables)
+    return QuantisedKvCache(model, blocks, block_size, dtype, device, FORMATS[kv_dtype], tables)
 
 
 def check_saved(saved: Tensor, blocks: list[int], block_bytes: int) -> None:

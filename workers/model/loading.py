@@ -21,6 +21,7 @@ from workers.model.fitting import AdapterFitter, reject_adapters
 from workers.model.graphs import LARGEST, CudaRecorder, DecodeGraphs, GraphBackend
 from workers.model.host_tier import HostTier
 from workers.model.kv_cache import KvCacheSizeError, make_cache
+from workers.model.kv_tables import KvTables, tables_of
 from workers.model.native.adapters import low_width
 from workers.model.native.build import NativeUnavailableError
 from workers.model.native.decoder import NativeCache, NativeDecoder, unsupported
@@ -35,6 +36,14 @@ from workers.model.tier_store import Store, open_store
 from workers.model.weights import GgufSource, SafetensorsSource, Weights
 from workers.model_store import ModelFiles, ModelStoreError, Progress, resolve
 
+_NO_DRAFTS = (
+    "engine.speculation.method=draft puts two models' keys and values under the same blocks, which {which} with a "
+    "sliding window of {window} tokens has not; use method: ngram, or set engine.max_context: {window} (now {context})"
+)
+_NO_RANKS = (
+    "engine.tensor_parallel={tensor} and pipeline_parallel={pipeline} cannot divide a model with sliding windows or "
+    "norms behind its layers' parts; use 1 for both, and several workers instead (launch: {{count: 2}})"
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -57,6 +66,8 @@ class LoadedModel:
     dtype: str
     attention: str
     """The backend in use; the native kernel also names its instruction set."""
+    tables: KvTables
+    """Which block tables a sequence has; a block holds the layers of one."""
     budget: Budget
     """How the memory was divided before loading."""
     kv_dtype: str = "float32"
@@ -77,9 +88,14 @@ class LoadedModel:
     """The other processes of a model on several devices."""
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """By block table, how many latest tokens its layers attend to; 0 = all."""
+        return self.tables.windows
+
+    @property
     def cache_tokens(self) -> int:
-        """Tokens whose keys and values the cache holds."""
-        return self.blocks * self.block_size
+        """Tokens whose keys and values the cache holds at least: more where windows let blocks go."""
+        return self.blocks // len(self.windows) * self.block_size
 
     @property
     def table(self) -> str:
@@ -136,15 +152,21 @@ def load(
         raise ValueError(f"engine.max_context={engine.max_context} exceeds the model's own limit {config.max_context}")
     if engine.adapter_room:
         reject_adapters(engine, config, architectures)
-    if config.window is not None and max_context > config.window:
-        raise ValueError(
-            f"the model attends to a sliding window of {config.window} tokens, which is not supported beyond it; set "
-            f"engine.max_context: {config.window} or less (now {max_context})"
-        )
     draft = Draft.find(engine, files.dir, config, base_dir=base_dir, cache=cache, progress=progress)
+    tables = tables_of(config, max_context)
+    if draft is not None and tables.windows != (0,):
+        raise ValueError(_NO_DRAFTS.format(which="the model", window=max(tables.windows), context=max_context))
+    moved = [name for name, asked in (("tiers", engine.tiers), ("role", engine.role != "both")) if asked]
+    if moved and tables.windows != (0,):
+        raise ValueError(
+            f"engine.{moved[0]} moves prefixes of models with one block table, which one with a sliding window of "
+            f"{max(tables.windows)} tokens has not; leave it out, or set engine.max_context to the window or less"
+        )
+    if engine.ranks > 1 and (config.windows or config.post_norms):
+        raise ValueError(_NO_RANKS.format(tensor=engine.tensor_parallel, pipeline=engine.pipeline_parallel))
     beside = draft.beside(engine, dtype) if draft is not None else Beside()
     if engine.ranks == 1:
-        made = _alone(engine, config, opened, max_context, dtype, device, architectures, beside)
+        made = _alone(engine, config, opened, max_context, dtype, device, architectures, beside, tables)
     elif straight:
         raise ValueError("a GGUF file is not read straight onto several devices; let it be unpacked")
     else:
@@ -171,12 +193,13 @@ def load(
         blocks=made.budget.blocks,
         block_size=engine.block_size,
         weight_bytes=made.weight_bytes,
-        kv_bytes_per_token=made.runner.cache.bytes_per_token,
+        kv_bytes_per_token=made.runner.cache.bytes_per_token * tables.count,
         revision=files.revision,
         tokenizer_sha256=files.tokenizer_sha256,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         attention=made.attention,
+        tables=tables,
         budget=made.budget,
         kv_dtype=str(dtype).removeprefix("torch.") if engine.kv_dtype == "auto" else engine.kv_dtype,
         weight_dtype=str(dtype).removeprefix("torch.") if engine.weight_dtype == "auto" else engine.weight_dtype,
@@ -189,7 +212,15 @@ def load(
     )
     if draft is None:
         return model
-    return draft.join(model, engine, lambda small, alone: load(small, alone, architectures=architectures))
+
+    def small(source: ModelFiles, alone: EngineConfig) -> LoadedModel:
+        loaded = load(source, alone, architectures=architectures)
+        if loaded.windows != (0,):
+            window, context = max(loaded.windows), loaded.max_context
+            raise ValueError(_NO_DRAFTS.format(which="the draft model", window=window, context=context))
+        return loaded
+
+    return draft.join(model, engine, small)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,25 +242,26 @@ def _alone(
     device: torch.device,
     architectures: Mapping[str, str],
     beside: Beside,
+    tables: KvTables,
 ) -> _Made:
     """On one device: in the kernel where it can, else in torch."""
     with opened, torch.no_grad():
         keep = engine.weight_dtype == "gguf"
         known = opened.kept_bytes(dtype.itemsize) if keep and isinstance(opened, GgufSource) else None
-        budget = divide(config, engine, device, dtype, max_context, beside, known)
+        budget = divide(config, engine, device, dtype, max_context, beside, known, tables)
         reason = _why_not_native(engine, config, architectures.get(config.architecture), dtype, device)
         fewer = rounding(engine.weight_dtype)
         weights, made = Weights(opened, dtype, device, fresh=False, rounding=fewer, keep=keep), None
         if reason is None:
             try:
-                made = _native(engine, config, weights, max_context, budget, dtype)
+                made = _native(engine, config, weights, max_context, budget, dtype, tables)
             except NativeUnavailableError as error:
                 reason = str(error)
         if made is None and engine.attention == "native":
             raise ValueError(f"engine.attention=native cannot be used: {reason}; auto takes what runs")
         if made is None:
             weights = Weights(opened, dtype, device, rounding=fewer, keep=keep)
-            made = _torch(engine, config, weights, max_context, budget, dtype, device, architectures)
+            made = _torch(engine, config, weights, max_context, budget, dtype, device, architectures, tables)
         weights.close(frozenset({"lm_head.weight"} if config.tied else ()))
         if engine.weight_dtype != "auto" and not weights.quantised:
             raise ValueError(none_quantised(engine.weight_dtype, config.architecture))
@@ -253,9 +285,15 @@ def _why_not_native(
 
 
 def _native(
-    engine: EngineConfig, config: ModelConfig, weights: Weights, max_context: int, budget: Budget, dtype: torch.dtype
+    engine: EngineConfig,
+    config: ModelConfig,
+    weights: Weights,
+    max_context: int,
+    budget: Budget,
+    dtype: torch.dtype,
+    tables: KvTables,
 ) -> _Made:
-    cache = NativeCache(config, budget.blocks, engine.block_size, dtype, engine.kv_dtype)
+    cache = NativeCache(config, budget.blocks, engine.block_size, dtype, engine.kv_dtype, tables)
     low = low_width(engine.max_adapter_rank) if engine.adapter_room else 0
     decoder = NativeDecoder(config, weights, max_context, cache, dtype, torch.get_num_threads(), low_width=low)
     return _Made(NativeRunner(decoder, cache), decoder.weight_bytes(), f"native ({decoder.isa})", budget)
@@ -270,16 +308,24 @@ def _torch(
     dtype: torch.dtype,
     device: torch.device,
     architectures: Mapping[str, str],
+    tables: KvTables,
 ) -> _Made:
     decoder = architecture(config.architecture, architectures)(config, weights, max_context)
-    shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, dtype, engine.kv_dtype)
-    chosen = choose(engine.attention, shape, device)
+    chosen = choose(engine.attention, AttentionShape.of(config, tables, dtype, engine.kv_dtype), device)
     attention = chosen.backend
     # Which experts have rows is asked of the device in every step, which no recording does.
     able = hasattr(attention, "hold") and config.moe is None
     recorded = device.type == "cuda" and engine.cuda_graphs and able
-    size = engine.block_size
-    cache = make_cache(config, budget.blocks, size, dtype, device, kv_dtype=engine.kv_dtype, scratch=recorded)
+    cache = make_cache(
+        config,
+        budget.blocks,
+        engine.block_size,
+        dtype,
+        device,
+        kv_dtype=engine.kv_dtype,
+        scratch=recorded,
+        tables=tables,
+    )
     graphs = None
     if recorded:
         most = min(

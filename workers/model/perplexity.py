@@ -32,7 +32,8 @@ def read(model: LoadedModel, tokens: Items[int], chunk: int = CHUNK) -> tuple[li
     if not 2 <= len(tokens) <= most:
         raise ValueError(f"a text of {len(tokens)} tokens cannot be measured here; from 2 to {most} can")
     blocks = list(range(-(-len(tokens) // model.block_size)))
-    one = Sequence("text", 0, list(tokens), len(tokens), 1, SamplingParams(), blocks=blocks)
+    one = Sequence("text", 0, list(tokens), len(tokens), 1, SamplingParams())
+    every = model.tables.put(one, blocks)
     found: list[float] = []
     likeliest: list[int] = []
     try:
@@ -43,7 +44,7 @@ def read(model: LoadedModel, tokens: Items[int], chunk: int = CHUNK) -> tuple[li
             found += logits.log_softmax(-1).gather(1, after[:, None])[:, 0].tolist()
             likeliest += logits.argmax(-1).tolist()
     finally:
-        model.runner.zero_blocks(blocks)
+        model.runner.zero_blocks(every)
     return found, likeliest
 
 

@@ -16,6 +16,8 @@ BUILTIN: Mapping[str, str] = {
     "MixtralForCausalLM": "workers.model.moe:MoeDecoder",
     "Qwen2MoeForCausalLM": "workers.model.moe:MoeDecoder",
     "Qwen3MoeForCausalLM": "workers.model.moe:MoeDecoder",
+    "Gemma2ForCausalLM": "workers.model.llama:LlamaDecoder",
+    "Gemma3ForCausalLM": "workers.model.llama:LlamaDecoder",
 }
 """One decoder, and the same with experts in place of its MLPs: where they differ (biases, norms of q and k, windows)
 ``config.py`` says so."""

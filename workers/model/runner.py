@@ -86,7 +86,8 @@ class TorchRunner:
         """fp32 logits [count, vocab] of every row of one chunk: to measure a model, not to serve with."""
         batch = place(lay_out([chunk], self.cache.block_size), self._device)
         every = torch.arange(chunk.count, device=self._device)
-        return self.decoder(batch.tokens, batch.positions, Attend(self.attention, self.cache, batch), every)
+        attend = Attend(self.attention, self.cache, batch)
+        return self.decoder(batch.tokens, batch.positions, attend, every)
 
     @torch.inference_mode()
     def likeliest(self, chunks: list[Chunk]) -> list[int]:
@@ -103,11 +104,13 @@ class TorchRunner:
         """Run a prompt and a decode once, so that nothing is compiled or set up in a request's step. Leaves zeros."""
         size = self.cache.block_size
         one = Sequence("warm-up", 0, [0, 0, 0], 2, 2, SamplingParams(temperature=0.0))
-        one.blocks = list(range(min(self.cache.blocks, -(-len(one.tokens) // size))))
+        count = self.cache.tables.count
+        own = list(range(min(self.cache.blocks // count, -(-len(one.tokens) // size))))
+        every = self.cache.tables.put(one, own)
         for chunk in (Chunk(one, 0, 2), Chunk(one, 2, 1, (one,))):
             if chunk.start + chunk.count <= len(one.blocks) * size:
                 self.run(StepPlan(0, [chunk]))
-        self.zero_blocks(one.blocks)
+        self.zero_blocks(every)
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Overwrite the keys and values of ``blocks`` with zeros, at once."""

@@ -162,6 +162,11 @@ class Weights:
         """Matrices handed out in 8 or 4 bits so far."""
         self._left = {name for name in source.names() if not name.endswith(_IGNORED)}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self._dtype
+
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor ``name``, contiguous. Raises ModelStoreError when it is missing or shaped otherwise."""
         stored = self._stored(name, shape)
@@ -212,6 +217,11 @@ def _same_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> N
         raise ModelStoreError(f"weight {name!r} has shape {list(found)}, config.json says {list(wanted)}")
 
 
+def norm_weight(weight: Tensor, unit: bool) -> Tensor:
+    """What a norm multiplies by: the weight, or in fp32 1 + the weight (``ModelConfig.unit_norms``)."""
+    return weight.float() + 1.0 if unit else weight
+
+
 class LayerWeights:
     """The weights of one layer, by their names within it."""
 
@@ -225,6 +235,10 @@ class LayerWeights:
     def matrix(self, name: str, rows: int, columns: int) -> Tensor | Quantised:
         """``<layer>.name.weight`` of a linear, quantised where that is asked for."""
         return self._weights.matrix(f"{self._prefix}{name}.weight", (rows, columns))
+
+    def norm(self, name: str, size: int, unit: bool) -> Tensor:
+        """``<layer>.name.weight`` as a norm multiplies by it (``norm_weight``)."""
+        return norm_weight(self.weight(name, size), unit)
 
     def bias(self, name: str, size: int) -> Tensor:
         """``<layer>.name.bias``."""

@@ -29,15 +29,28 @@ class Drive:
     """One planner, one runner. Every step is checked; outputs are gathered per choice."""
 
     def __init__(
-        self, *, blocks: int = 64, block_size: int = 4, max_context: int = 100_000, vocab: int = 900, **config: Any
+        self,
+        *,
+        blocks: int = 64,
+        block_size: int = 4,
+        max_context: int = 100_000,
+        vocab: int = 900,
+        windows: tuple[int, ...] = (0,),
+        **config: Any,
     ) -> None:
         self.vocab = vocab
         self.config = EngineConfig(block_size=block_size, **config)
         self.planner = Planner(
-            self.config, blocks=blocks, max_context=max_context, revision="rev", eos_ids=[999], records=True
+            self.config,
+            blocks=blocks,
+            max_context=max_context,
+            revision="rev",
+            eos_ids=[999],
+            records=True,
+            windows=windows,
         )
         budget = self.config.max_step_tokens if self.config.kv_cache_reuse else None
-        self.runner = FakeRunner(blocks, block_size, vocab=vocab, budget=budget)
+        self.runner = FakeRunner(blocks, block_size, vocab=vocab, budget=budget, windows=windows)
         self.sent: dict[Choice, Generate] = {}
         self.tokens: dict[Choice, list[int]] = {}
         self.last: dict[Choice, SequenceOutput] = {}

@@ -69,6 +69,7 @@ class Bench:
             revision=self.model.revision,
             eos_ids=self.model.eos_ids,
             vocab_size=self.model.vocab_size,
+            windows=self.model.windows,
             on_outputs=self._take,
             adapters=self.model.adapters,
             store=self.model.store,
@@ -100,24 +101,33 @@ class Bench:
         return [self.done[request.id, 0] for request in requests]
 
 
-def logits_of(model: LoadedModel, tokens: list[int], splits: list[int], table: list[int]) -> torch.Tensor:
-    """fp32 logits of every row [tokens, vocab], computed in chunks that end at ``splits``, on any backend."""
-    one = Sequence("s", 0, list(tokens), len(tokens), 1, SamplingParams(), blocks=table)
+def logits_of(
+    model: LoadedModel, tokens: list[int], splits: list[int], table: list[int], last: int | None = None
+) -> torch.Tensor:
+    """fp32 logits [tokens, vocab], computed in chunks that end at ``splits``, on any backend.
+
+    ``last``: of so many rows at the end only; None = of all.
+    """
+    one = Sequence("s", 0, list(tokens), len(tokens), 1, SamplingParams())
+    model.tables.put(one, table)
     found, start = [], 0
     with torch.inference_mode():
         for end in splits:
-            found.append(_chunk_logits(model, Chunk(one, start, end - start)))
+            wanted = range(max(0, len(tokens) - start - last) if last is not None else 0, end - start)
+            found.append(_chunk_logits(model, Chunk(one, start, end - start), wanted))
             start = end
     return torch.cat(found)
 
 
-def _chunk_logits(model: LoadedModel, chunk: Chunk) -> torch.Tensor:
+def _chunk_logits(model: LoadedModel, chunk: Chunk, wanted: range) -> torch.Tensor:
     runner = model.runner
     if isinstance(runner, NativeRunner):
         rows, _, _ = layout(StepPlan(1, [chunk]), runner.cache.block_size)
-        rows.sample_rows = array("i", range(chunk.count))
+        rows.sample_rows = array("i", wanted)
         return runner.decoder.forward(rows)[0].clone()
     device = runner.cache.data.device
     batch = build([chunk], runner.cache.block_size, device)
     attend = Attend(runner.attention, runner.cache, batch)
-    return runner.decoder(batch.tokens, batch.positions, attend, torch.arange(chunk.count, device=device)).cpu()
+    return runner.decoder(
+        batch.tokens, batch.positions, attend, torch.tensor(wanted, dtype=torch.int64, device=device)
+    ).cpu()

@@ -63,6 +63,19 @@ def test_both_spellings_of_rope() -> None:
         ({"attention_bias": "yes"}, "attention_bias='yes' must be true or false"),
         ({"mlp_bias": 3}, "mlp_bias=3 must be true or false"),
         ({"sliding_window": 0}, "sliding_window=0 must be a positive whole number"),
+        (
+            {"sliding_window": 8, "layer_types": ["sliding_attention"]},
+            "layer_types names 1 layers, num_hidden_layers=2",
+        ),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "hidden_act": None, "hidden_activation": "silu"},
+            "hidden_activation='silu' is not supported",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": -1},
+            "query_pre_attn_scalar=-1 must be a positive number",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -110,24 +123,47 @@ def test_wrong_experts_are_named(architecture: str, changes: dict[str, Any], mes
         parse(architectures=[architecture], **{**ROUTED, **changes})
 
 
+GEMMA = {"sliding_window": 8, "hidden_act": None, "rope_scaling": None}
 QWEN = {"sliding_window": 64, "use_sliding_window": True}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes", "window"),
+    ("architecture", "changes", "windows"),
     [
-        ("MistralForCausalLM", {"sliding_window": 64}, 64),
-        ("MistralForCausalLM", {"sliding_window": None}, None),
-        ("LlamaForCausalLM", {"sliding_window": 64}, 64),
-        ("Qwen2ForCausalLM", {**QWEN, "use_sliding_window": False}, None),
-        ("Qwen2ForCausalLM", {**QWEN, "max_window_layers": 2}, None),
-        ("Qwen2ForCausalLM", {**QWEN, "max_window_layers": 1}, 64),
-        ("Qwen3ForCausalLM", {**QWEN, "layer_types": ["full_attention", "full_attention"]}, None),
-        ("Qwen3ForCausalLM", {**QWEN, "layer_types": ["full_attention", "sliding_attention"]}, 64),
+        ("MistralForCausalLM", {"sliding_window": 64}, (64, 64)),
+        ("MistralForCausalLM", {"sliding_window": None}, ()),
+        ("LlamaForCausalLM", {"sliding_window": 64}, (64, 64)),
+        ("Qwen2ForCausalLM", {**QWEN, "use_sliding_window": False}, ()),
+        ("Qwen2ForCausalLM", {"sliding_window": 64}, ()),
+        ("Qwen2ForCausalLM", {**QWEN, "max_window_layers": 2}, ()),
+        ("Qwen2ForCausalLM", {**QWEN, "max_window_layers": 1}, (0, 64)),
+        ("Qwen3ForCausalLM", {**QWEN, "layer_types": ["full_attention", "full_attention"]}, ()),
+        ("Qwen3ForCausalLM", {**QWEN, "layer_types": ["full_attention", "sliding_attention"]}, (0, 64)),
+        ("Gemma3ForCausalLM", {**GEMMA, "num_hidden_layers": 7}, (8, 8, 8, 8, 8, 0, 8)),
+        ("Gemma3ForCausalLM", {**GEMMA, "sliding_window_pattern": 2}, (8, 0)),
+        ("Gemma2ForCausalLM", GEMMA, (8, 0)),
+        ("Qwen2MoeForCausalLM", {**ROUTED, **QWEN, "num_hidden_layers": 3}, (64, 0, 64)),
+        ("Qwen3MoeForCausalLM", {**ROUTED, **QWEN}, (64, 64)),
     ],
 )
-def test_whose_window_counts(architecture: str, changes: dict[str, Any], window: int | None) -> None:
-    assert parse(architectures=[architecture], **changes).window == window
+def test_whose_window_counts(architecture: str, changes: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert parse(architectures=[architecture], **changes).windows == windows
+
+
+def test_gemma_turns_its_local_layers_otherwise() -> None:
+    """Both spellings of the two rotations: the old fields, and a set of parameters for each kind of layer."""
+    scaled = {"rope_type": "linear", "factor": 8.0}
+    fields = {**GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 5e3, "rope_scaling": scaled}
+    old = parse(architectures=["Gemma3ForCausalLM"], **fields)
+    kinds = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    }
+    new = parse(architectures=["Gemma3ForCausalLM"], **GEMMA, rope_parameters=kinds)
+    for config in (old, new):
+        assert (config.rope.theta, config.rope.kind, config.rope.factor) == (1e6, "linear", 8.0)
+        assert config.local_rope == RopeConfig(theta=5e3)
+        assert config.rope_of(0) == config.local_rope
 
 
 @pytest.mark.parametrize(
@@ -168,7 +204,7 @@ def test_architectures_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "table", "message"),
     [
-        ("GPT2LMHeadModel", None, r"'GPT2LMHeadModel' is not supported \(supported: LlamaForCausalLM"),
+        ("GPT2LMHeadModel", None, r"'GPT2LMHeadModel' is not supported \(supported: .*LlamaForCausalLM"),
         ("Mine", {"Mine": "nowhere.at_all:X"}, "registered as 'nowhere.at_all:X', which fails"),
         ("Mine", {"Mine": "workers.model.llama:X"}, "which fails"),
         ("Mine", {"Mine": "workers.model.llama"}, "not module:attribute"),

@@ -1,4 +1,4 @@
-"""Llama 3, Mistral, Qwen2 and Qwen3 on small random weights against transformers, on every backend: logits and ids."""
+"""The Llama family and its kin on small random weights against transformers, on every backend: logits and ids."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tests.workers.model import oracle, tiny
 from tests.workers.model.harness import GREEDY, Bench, logits_of
 from tests.workers.model.places import places
 from workers.config import EngineConfig
+from workers.model.config import read_config
+from workers.model.kv_tables import tables_of
 from workers.model.loading import load
 from workers.model_store import ModelStoreError
 from workers.protocol import Generate
@@ -46,19 +48,51 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("mistral", {"sliding_window": None, "rms_norm_eps": 1e-5}),
-    "mistral-window": ("mistral", {"sliding_window": 80, "max_position_embeddings": 80}),
+    "mistral-window": ("mistral", {"sliding_window": 21}),
     "qwen2": ("qwen2", {"head_dim": 16, "rms_norm_eps": 1e-6}),
     "qwen2-untied-window-off": (
         "qwen2",
         {"head_dim": 16, "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 8},
     ),
+    "qwen2-window": (
+        "qwen2",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen3": ("qwen3", {"rms_norm_eps": 1e-6}),
     "qwen3-attention-bias": ("qwen3", {"attention_bias": True, "head_dim": 48, "num_key_value_heads": 1}),
+    "gemma-3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 17,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gemma-2": (
+        "gemma2",
+        {
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
 }
 PLACES = places("reference", "batched", "native")
 TOKENS = [(7 * index * index + 3 * index) % 290 for index in range(70)]
 TABLE = [5, 2, 9, 0, 12, 7]
-ENGINE = EngineConfig(device="cpu", dtype="float32", blocks=40, block_size=16, threads=1)
+ENGINE = EngineConfig(device="cpu", dtype="float32", blocks=60, block_size=16, threads=1)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -89,7 +123,8 @@ def test_greedy_ids_equal_transformers(made: tuple[Any, Path], attention: str, d
     _, folder = made
     prompts = [TOKENS[start : start + length] for start in (0, 9, 30) for length in (14, 30)]
     cases = oracle.greedy(folder, prompts, 24)
-    bench = Bench(folder, on(attention, device=device, blocks=8, max_chunk_tokens=16))
+    tables = tables_of(read_config(folder), 256).count
+    bench = Bench(folder, on(attention, device=device, blocks=8 * tables, max_chunk_tokens=16))
     requests = [Generate(str(index), case.prompt, 24, GREEDY) for index, case in enumerate(cases)]
     assert sum(len(case.expected) for case in cases) >= 120
     for finished, case in zip(bench.run(requests, stagger=1), cases, strict=True):
@@ -112,32 +147,18 @@ def test_what_biases_and_norms_are_there_shows_in_the_weights(tmp_path: Path) ->
         )
 
 
-@pytest.mark.parametrize("attention", ["reference", "batched", "native"])
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [("mistral", {}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16})],
-)
-def test_a_window_is_refused_beyond_it_and_harmless_up_to_it(
-    tmp_path: Path, family: str, changes: dict[str, Any], attention: str
-) -> None:
-    model = tiny.model(2, family, **{**BASE, **changes, "sliding_window": 24})
-    folder = tiny.write_directory(model, tmp_path / "m")
-    with pytest.raises(
-        ValueError, match=r"sliding window of 24 tokens.*set engine\.max_context: 24 or less \(now 256\)"
-    ):
-        load(folder, on(attention))
-    loaded = load(folder, on(attention, max_context=24))
-    with torch.no_grad():
-        expected = model(input_ids=torch.tensor([TOKENS[:40]])).logits[0]
-    found = logits_of(loaded, TOKENS[:24], [24], TABLE)
-    torch.testing.assert_close(found, expected[:24], atol=3e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"])
 @pytest.mark.parametrize("quantise", [False, True])
 def test_gguf_equals_the_original_directory(tmp_path: Path, family: str, quantise: bool) -> None:
     """engine A: unpacked and straight are bit-equal; unquantised also with the directory the file was made from."""
     changes = {**BASE, "hidden_size": 128, "head_dim": 32, "sliding_window": None}
+    if family.startswith("gemma"):
+        changes |= {"sliding_window": 18, "query_pre_attn_scalar": 32, "num_hidden_layers": 6}
+    if family == "gemma2":
+        changes |= {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 6.0}
+    if family == "gemma3_text":
+        theta = {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e4}
+        changes["rope_parameters"] = {"full_attention": theta}
     model = tiny.model(7, family, **changes).to(torch.bfloat16).float()
     gguf = tiny.write_gguf(model, tmp_path / "m.gguf", quantise)
     through = load(gguf, on("batched"), cache=tmp_path / "cache")
@@ -147,11 +168,13 @@ def test_gguf_equals_the_original_directory(tmp_path: Path, family: str, quantis
     assert through.config.architecture == {
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
+        "gemma2": "Gemma2ForCausalLM",
+        "gemma3_text": "Gemma3ForCausalLM",
     }.get(family, "LlamaForCausalLM")
     direct = load(tiny.write_directory(model, tmp_path / "m"), on("batched"))
     expected = logits_of(direct, TOKENS, [70], TABLE)
     if quantise:
-        assert 0 < (found - expected).norm() / expected.norm() < 0.1
+        assert 0 < (found - expected).norm() / expected.norm() < 0.15
     else:
         assert torch.equal(found, expected)
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from workers.model.gguf_unpack import _LAYER, _TOP
+from workers.model.gguf_unpack import _TOP, layer_names
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -69,7 +69,7 @@ def write_directory(made: PreTrainedModel, directory: Path) -> Path:
 def write_gguf(made: PreTrainedModel, path: Path, quantise: bool = False, **metadata: str) -> Path:
     """Save as GGUF; q and k of Llamas reordered as llama.cpp's converter does."""
     settings = made.config
-    architecture = "llama" if settings.model_type == "mistral" else settings.model_type
+    architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(settings.model_type, settings.model_type)
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_block_count(settings.num_hidden_layers)
     writer.add_context_length(settings.max_position_embeddings)
@@ -79,7 +79,16 @@ def write_gguf(made: PreTrainedModel, path: Path, quantise: bool = False, **meta
     writer.add_head_count_kv(settings.num_key_value_heads)
     writer.add_key_length(getattr(settings, "head_dim", settings.hidden_size // settings.num_attention_heads))
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
-    writer.add_rope_freq_base(settings.rope_parameters["rope_theta"])
+    rope = settings.rope_parameters.get("full_attention", settings.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if getattr(settings, "sliding_window", None):
+        writer.add_sliding_window(settings.sliding_window)
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(settings, cap, None):
+            writer.add_float32(f"{architecture}.{cap}", getattr(settings, cap))
     tokenizer = _tokenizer_metadata()
     writer.add_tokenizer_model(tokenizer["tokenizer.ggml.model"])
     writer.add_tokenizer_pre(tokenizer["tokenizer.ggml.pre"])
@@ -98,11 +107,14 @@ def write_gguf(made: PreTrainedModel, path: Path, quantise: bool = False, **meta
             array = _permute(array, settings.num_attention_heads)
         elif architecture == "llama" and "k_proj" in name:
             array = _permute(array, settings.num_key_value_heads)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            array = array + 1
+        named = _gguf_name(name, architecture)
         if quantise and array.ndim == 2:
             kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(named, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(_gguf_name(name), array)
+            writer.add_tensor(named, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -115,12 +127,12 @@ def _permute(array: np.ndarray, heads: int) -> np.ndarray:
     return array.reshape(heads, 2, len(array) // heads // 2, -1).swapaxes(1, 2).reshape(array.shape).copy()
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, architecture: str) -> str:
     for ours, theirs in _TOP.items():
         if theirs == name:
             return ours
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}." + next(ours for ours, theirs in _LAYER.items() if theirs == rest)
+    return f"blk.{layer}." + next(ours for ours, theirs in layer_names(architecture).items() if theirs == rest)
 
 
 def _tokenizer_metadata() -> dict[str, Any]:

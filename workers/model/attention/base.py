@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from workers.model.batch import Batch
+from workers.model.config import ModelConfig
 from workers.model.kv_cache import KvCache
+from workers.model.kv_tables import KvTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,33 @@ class AttentionShape:
     dtype: torch.dtype = torch.float32
     kv_dtype: str = "auto"
     """``engine.kv_dtype``."""
+    query_scale: float | None = None
+    """None: 1 / sqrt(head_dim)."""
+    score_cap: float = 0.0
+    """Scores are bent to ±cap by tanh; 0 = not."""
+    windowed: bool = False
+    """Some layer attends to so many latest tokens only: ``prepare`` is told how many."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, tables: KvTables, dtype: torch.dtype, kv_dtype: str = "auto") -> AttentionShape:
+        """A model's."""
+        return cls(
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            dtype,
+            kv_dtype,
+            query_scale=config.query_scale,
+            score_cap=config.score_cap,
+            windowed=any(tables.windows),
+        )
+
+    @property
+    def unusual(self) -> str | None:
+        """What of it only the torch backends and the native kernel compute, or None."""
+        if self.windowed:
+            return "sliding windows"
+        return "soft caps" if self.score_cap else None
 
     @property
     def group(self) -> int:
@@ -35,8 +64,8 @@ class AttentionShape:
 
     @property
     def scale(self) -> float:
-        """1 / sqrt(head_dim)."""
-        return float(self.head_dim**-0.5)
+        """By which scores are multiplied."""
+        return float(self.head_dim**-0.5) if self.query_scale is None else self.query_scale
 
 
 def as_computed_only(shape: AttentionShape) -> str | None:
@@ -51,15 +80,18 @@ class AttentionBackend(Protocol):
 
     def __init__(self, shape: AttentionShape) -> None: ...
 
-    def prepare(self, batch: Batch) -> Any:
-        """Whatever ``attend`` needs of this step; computed once, on the engine thread."""
+    def prepare(self, batch: Batch, window: int = 0) -> Any:
+        """Whatever ``attend`` needs of this step, on the engine thread; once for each block table, of this window.
+
+        A backend that refuses windows (``unsupported``) is never given one.
+        """
         ...
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, cache: KvCache, step: Any) -> Tensor:
         """Attention output [rows, heads * head_dim] in the dtype of ``queries`` [rows, heads, head_dim].
 
         ``keys`` and ``values`` [rows, kv_heads, head_dim] are this step's own and are already in ``cache``. A row of
-        sequence s at position p attends to the tokens 0..p of s, and to nothing else.
+        sequence s at position p attends to the tokens 0..p of s (with a window w: p - w + 1..p), and to nothing else.
         """
         ...
 
@@ -67,16 +99,21 @@ class AttentionBackend(Protocol):
 class Attend:
     """One step's attention as a decoder layer sees it: write this layer's keys and values, then attend."""
 
-    __slots__ = ("_backend", "_cache", "_slots", "_step")
+    __slots__ = ("_backend", "_cache", "_places", "_steps")
 
     def __init__(self, backend: AttentionBackend, cache: KvCache, batch: Batch) -> None:
-        self._backend, self._cache, self._slots = backend, cache, batch.slots
-        self._step = backend.prepare(batch)
+        """``batch`` has as many tables as ``cache``."""
+        self._backend, self._cache, self._places = backend, cache, cache.tables.places
+        batches = [batch.of_table(table) for table in range(cache.tables.count)]
+        self._steps = [
+            (own.slots, backend.prepare(own, window)) for own, window in zip(batches, cache.tables.windows, strict=True)
+        ]
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Shapes as in ``AttentionBackend.attend``."""
-        self._cache.write(layer, keys, values, self._slots)
-        return self._backend.attend(layer, queries, keys, values, self._cache, self._step)
+        slots, step = self._steps[self._places[layer][0]]
+        self._cache.write(layer, keys, values, slots)
+        return self._backend.attend(layer, queries, keys, values, self._cache, step)
 
 
 BACKENDS = {

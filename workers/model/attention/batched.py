@@ -6,6 +6,7 @@ places point at the sequence's own first token and are masked, so that no other 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,12 +31,12 @@ class _Decodes:
 
 @dataclass(slots=True)
 class _Prompt:
-    """One sequence with several rows; ``slots`` None: its whole context is in this step."""
+    """One sequence with several rows; ``slots`` None: all that it sees is in this step."""
 
     rows: slice
     slots: Tensor | None
     mask: Tensor | None
-    """[rows, context]; None = plain lower triangle."""
+    """[rows, tokens]; None = plain lower triangle."""
 
 
 @dataclass(slots=True)
@@ -52,16 +53,18 @@ class BatchedAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 
-    def prepare(self, batch: Batch) -> _Step:
-        """Group single rows by context length, doubling: a rectangle wastes less than half of its width."""
+    def prepare(self, batch: Batch, window: int = 0) -> _Step:
+        """Group single rows by what they see, doubling: a rectangle wastes less than half of its width."""
+        most = window or sys.maxsize
         groups: dict[int, list[int]] = {}
         prompts: list[_Prompt] = []
         for index, rows in enumerate(batch.query_lens):
             if rows == 1:
-                groups.setdefault(max(batch.context_lens[index] - 1, 63).bit_length(), []).append(index)
+                seen = min(batch.context_lens[index], most)
+                groups.setdefault(max(seen - 1, 63).bit_length(), []).append(index)
             else:
-                prompts.append(_prompt(batch, index))
-        return _Step([_decodes(batch, groups[size]) for size in sorted(groups)], prompts)
+                prompts.append(_prompt(batch, index, window))
+        return _Step([_decodes(batch, groups[size], most) for size in sorted(groups)], prompts)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, cache: KvCache, step: _Step) -> Tensor:
         """As ``AttentionBackend.attend``."""
@@ -74,7 +77,7 @@ class BatchedAttention:
                 part.view(group.count, -1, shape.kv_heads, shape.head_dim).transpose(1, 2)
                 for part in cache.gather(layer, group.slots)
             )
-            found = scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
+            found = self._attention(q, k, v, group.mask, False)
             output[group.rows] = found.reshape(group.count, shape.heads, shape.head_dim)
         for prompt in step.prompts:
             if prompt.slots is None:
@@ -82,24 +85,35 @@ class BatchedAttention:
             else:
                 k, v = cache.gather(layer, prompt.slots)
             q, k, v = (part.transpose(0, 1)[None] for part in (queries[prompt.rows], k, v))
-            found = scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=prompt.mask,
-                is_causal=prompt.mask is None,
-                enable_gqa=shape.group > 1,
-            )
+            found = self._attention(q, k, v, prompt.mask, prompt.mask is None)
             output[prompt.rows] = found[0].transpose(0, 1)
         return output.view(len(queries), -1)
 
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """q [n, heads, rows, dim] over k and v [n, key heads, tokens, dim]; mask True = may see."""
+        shape = self._shape
+        grouped = q.shape[1] != k.shape[1]
+        if not shape.score_cap:
+            return scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=shape.scale, enable_gqa=grouped
+            )
+        if grouped:
+            k, v = (part.repeat_interleave(shape.group, dim=1) for part in (k, v))
+        scores = torch.tanh(q.float() @ k.float().mT * (shape.scale / shape.score_cap)) * shape.score_cap
+        if causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        return scores.softmax(-1).to(v.dtype) @ v
 
-def _decodes(batch: Batch, members: list[int]) -> _Decodes:
-    contexts = np.array([batch.context_lens[index] for index in members])
+
+def _decodes(batch: Batch, members: list[int], most: int) -> _Decodes:
+    contexts = np.array([min(batch.context_lens[index], most) for index in members])
     width = int(contexts.max())
     slots = np.empty((len(members), width), dtype=np.int64)
     for line, index in enumerate(members):
-        own = batch.token_slots(index, int(contexts[line]))
+        end = batch.context_lens[index]
+        own = batch.token_slots(index, end, end - int(contexts[line]))
         slots[line, : len(own)] = own
         slots[line, len(own) :] = own[0]
     device = batch.slots.device
@@ -112,12 +126,17 @@ def _decodes(batch: Batch, members: list[int]) -> _Decodes:
     return _Decodes(rows, torch.from_numpy(slots.reshape(-1)).to(device), len(members), mask)
 
 
-def _prompt(batch: Batch, index: int) -> _Prompt:
+def _prompt(batch: Batch, index: int, window: int) -> _Prompt:
     start, count, context = batch.starts[index], batch.query_lens[index], batch.context_lens[index]
     rows = slice(start, start + count)
-    if context == count:
+    if context == count and (not window or context <= window):
         return _Prompt(rows, None, None)
     device = batch.slots.device
+    first = max(0, context - count - window + 1) if window else 0
     position = torch.arange(context - count, context, device=device)
-    mask = torch.arange(context, device=device) <= position[:, None]
-    return _Prompt(rows, torch.from_numpy(batch.token_slots(index, context)).to(device), mask)
+    seen = torch.arange(first, context, device=device)
+    mask = seen <= position[:, None]
+    if window:
+        mask &= seen > position[:, None] - window
+    slots = None if context == count else torch.from_numpy(batch.token_slots(index, context, first)).to(device)
+    return _Prompt(rows, slots, mask)

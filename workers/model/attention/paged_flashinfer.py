@@ -100,6 +100,8 @@ class FlashInferAttention:
             return f"dtype {shape.dtype} is neither float16 nor bfloat16"
         if shape.head_dim not in HEAD_DIMS:
             return f"head_dim={shape.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+        if shape.unusual:
+            return f"{shape.unusual} are not passed on to it"
         return as_computed_only(shape)
 
     def decoder(self, device: torch.device, **options: Any) -> Any:
@@ -127,7 +129,7 @@ class FlashInferAttention:
             sm_scale=shape.scale,
         )
 
-    def prepare(self, batch: Batch) -> _Step:
+    def prepare(self, batch: Batch, window: int = 0) -> _Step:
         """Plan the single rows at the front, and the rest as prompts."""
         layout, device = batch.layout, batch.slots.device
         front = next((i for i, rows in enumerate(layout.query_lens) if rows != 1), len(layout.query_lens))

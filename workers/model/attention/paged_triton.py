@@ -150,9 +150,11 @@ class TritonAttention:
         """Why it cannot run this, or None."""
         if device.type != "cuda" and not INTERPRETED:
             return f"device {device}: Triton compiles for GPUs"
+        if shape.unusual:
+            return f"{shape.unusual} are not in this kernel"
         return as_computed_only(shape)
 
-    def prepare(self, batch: Batch) -> PagedStep:
+    def prepare(self, batch: Batch, window: int = 0) -> PagedStep:
         """Lay the tables out, cut prompt chunks into tiles; one copy to the device."""
         counts = np.array(batch.query_lens, dtype=np.int64)
         width = max(map(len, batch.blocks))

@@ -11,22 +11,27 @@ from workers.model.kv_cache import KvCache
 
 
 class ReferenceAttention:
-    """softmax(Q·Kᵀ / √d + causal mask)·V (Vaswani et al. 2017, arXiv:1706.03762 §3.2.1)."""
+    """softmax(Q·Kᵀ / √d + causal mask)·V (Vaswani et al. 2017, arXiv:1706.03762 §3.2.1), with windows and soft caps."""
 
     name = "reference"
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 
-    def prepare(self, batch: Batch) -> list[tuple[int, int, Tensor, Tensor]]:
-        """Per sequence: first row, rows, slots of its context [context], mask [rows, context] (True = may see)."""
+    def prepare(self, batch: Batch, window: int = 0) -> list[tuple[int, int, Tensor, Tensor]]:
+        """Per sequence: first row, rows, slots of what they see [seen], mask [rows, seen] (True = may see)."""
         steps = []
         for index, (start, rows, context) in enumerate(
             zip(batch.starts, batch.query_lens, batch.context_lens, strict=True)
         ):
-            slots = torch.from_numpy(batch.token_slots(index, context)).to(batch.slots.device)
+            first = max(0, context - rows - window + 1) if window else 0
+            slots = torch.from_numpy(batch.token_slots(index, context, first)).to(batch.slots.device)
             position = torch.arange(context - rows, context, device=slots.device)
-            steps.append((start, rows, slots, torch.arange(context, device=slots.device) <= position[:, None]))
+            seen = torch.arange(first, context, device=slots.device)
+            mask = seen <= position[:, None]
+            if window:
+                mask &= seen > position[:, None] - window
+            steps.append((start, rows, slots, mask))
         return steps
 
     def attend(
@@ -44,6 +49,8 @@ class ReferenceAttention:
             q = queries[start : start + rows].float()
             k, v = (part.float().repeat_interleave(shape.group, dim=1) for part in cache.gather(layer, slots))
             scores = torch.einsum("qhd,khd->hqk", q, k) * shape.scale
+            if shape.score_cap:
+                scores = torch.tanh(scores / shape.score_cap) * shape.score_cap
             weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v).reshape(rows, -1))
         return torch.cat(outputs).to(queries.dtype)

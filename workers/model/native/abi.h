@@ -11,7 +11,7 @@ struct FbLayer {
   void* cache;
   const float *cos, *sin;  // [positions][rotary/2]
   int window;              // 0 = full attention
-  int reserved;
+  int table;               // which of a sequence's block tables is this layer's
 };
 
 struct FbModel {
@@ -27,8 +27,10 @@ struct FbModel {
 
 struct FbStep {
   int rows, chunks, samples, vocab;
-  const int *tokens, *positions, *slots;  // [rows]
-  const int *first, *count, *table;       // [chunks] first row, rows, and where in `blocks` the block table starts
+  const int *tokens, *positions;  // [rows]
+  const int* slots;               // [tables][rows]
+  const int *first, *count;       // [chunks] first row, rows
+  const int* table;               // [tables][chunks] where in `blocks` the block table starts
   const int* blocks;                      // all block tables, one after the other
   const int* sample_rows;                 // [samples]
   float* logits;                          // [samples][head.n]

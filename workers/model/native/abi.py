@@ -33,7 +33,7 @@ class Layer(ctypes.Structure):
         *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
         *((name, POINTER) for name in ("cache", "cos", "sin")),
         ("window", INT),
-        ("reserved", INT),
+        ("table", INT),
     ]
 
 

@@ -55,17 +55,17 @@ inline void score(const typename C::T* q, const typename C::S* const* k, const t
   }
 }
 
-// acc[q][0..16*N) += p[q] * V over the first `tokens` tokens of the group (rounded up to K). k: where their keys are;
-// unit[q]: what p[q] is counted in, where the format scales.
+// acc[q][0..16*N) += p[q] * V over the first `tokens` tokens of the group (rounded up to K), less `skip` sub-blocks.
+// k: where their keys are; unit[q]: what p[q] is counted in, where the format scales.
 template <class C, int Q, int N>
-inline void weigh(const typename C::T* p, const typename C::S* const* k, const typename C::S* const* ahead, int tokens,
-                  int dim, int d0, float* acc, const float* unit) {
+inline void weigh(const typename C::T* p, const typename C::S* const* k, const typename C::S* const* ahead, int skip,
+                  int tokens, int dim, int d0, float* acc, const float* unit) {
   constexpr int K = C::K;
   const long values = long(kLanes) * dim + long(d0) * K;
   typename C::A a[Q][N];
   for (int i = 0; i < Q; i++)
     for (int n = 0; n < N; n++) a[i][n] = C::begin(acc + i * dim + d0 + 16 * n);
-  for (int b = 0; b * kLanes < tokens; b++) {
+  for (int b = skip; b * kLanes < tokens; b++) {
     const int lanes = tokens - b * kLanes < kLanes ? tokens - b * kLanes : kLanes;
     const typename C::S *row = k[b] + values, *then = ahead[b] + values;
     const typename C::T* weight = p + b * kLanes;
@@ -100,13 +100,13 @@ inline void scores(int n, const typename C::T* q, const typename C::S* const* k,
 }
 
 template <class C, int Q>
-inline void weighs(int n, const typename C::T* p, const typename C::S* const* k, const typename C::S* const* ahead, int tokens,
-                   int dim, float* acc, const float* unit) {
+inline void weighs(int n, const typename C::T* p, const typename C::S* const* k, const typename C::S* const* ahead,
+                   int skip, int tokens, int dim, float* acc, const float* unit) {
   if constexpr (Q > 0) {
-    if (n != Q) return weighs<C, Q - 1>(n, p, k, ahead, tokens, dim, acc, unit);
+    if (n != Q) return weighs<C, Q - 1>(n, p, k, ahead, skip, tokens, dim, acc, unit);
     int d = 0;
-    for (; d + 16 * kWide <= dim; d += 16 * kWide) weigh<C, Q, kWide>(p, k, ahead, tokens, dim, d, acc, unit);
-    for (; d < dim; d += 16) weigh<C, Q, 1>(p, k, ahead, tokens, dim, d, acc, unit);
+    for (; d + 16 * kWide <= dim; d += 16 * kWide) weigh<C, Q, kWide>(p, k, ahead, skip, tokens, dim, d, acc, unit);
+    for (; d < dim; d += 16) weigh<C, Q, 1>(p, k, ahead, skip, tokens, dim, d, acc, unit);
   }
 }
 
@@ -219,7 +219,9 @@ struct Tile {
     const int subs = (seen - base + kLanes - 1) / kLanes;
     scores<F, kQueries>(count, q + spot(i, dim), k, ahead, subs, dim, s, scale + i);
     for (int j = 0; j < count; j++) soften<F>(i + j, j, base, subs, k, window, softcap, dim);
-    weighs<F, kQueries>(count, p, k, ahead, seen - base, dim, acc + long(i) * dim, unit);
+    // Sub-blocks wholly before every window may be another sequence's by now: their values are not read.
+    const int skip = window > 0 ? std::max(0, position[i] + 1 - window - base) / kLanes : 0;
+    weighs<F, kQueries>(count, p, k, ahead, skip, seen - base, dim, acc + long(i) * dim, unit);
   }
 
   // Turns query i's scores, the j-th of this register tile, into weights and keeps its maximum and denominator.

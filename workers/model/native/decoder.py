@@ -20,12 +20,13 @@ from workers.config import kv_bytes_per_token
 from workers.model import rope
 from workers.model.config import ModelConfig
 from workers.model.kv_cache import KvCacheSizeError, check_saved
+from workers.model.kv_tables import KvTables, one_table
 from workers.model.native import pack
 from workers.model.native.abi import Layer, Linear, Model, Step, make
 from workers.model.native.adapters import NativeAdapter
 from workers.model.native.build import NativeUnavailableError, load
 from workers.model.quant.matrix import Quantised
-from workers.model.weights import LayerWeights, Weights
+from workers.model.weights import LayerWeights, Weights, norm_weight
 
 CHOICE = struct.Struct("@fffid")
 """Temperature, top_p, min_p, top_k and a uniform number in [0, 1) (``draw.h``)."""
@@ -67,25 +68,32 @@ class NativeCache:
     """
 
     def __init__(
-        self, config: ModelConfig, blocks: int, block_size: int, dtype: torch.dtype, kv_dtype: str = "auto"
+        self,
+        config: ModelConfig,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        kv_dtype: str = "auto",
+        tables: KvTables | None = None,
     ) -> None:
-        """Allocate, zeroed. Raises KvCacheSizeError when the memory is not there."""
+        """Allocate, zeroed. ``tables``: None = one. Raises KvCacheSizeError when the memory is not there."""
         self.blocks, self.block_size, self.kv_dtype = blocks, block_size, kv_dtype
-        self.bytes_per_token = kv_bytes_per_token(
-            config.layers, config.kv_heads, config.head_dim, dtype.itemsize, kv_dtype
-        )
+        self.tables = tables or one_table(config.layers)
+        depth = self.tables.depth
+        self.bytes_per_token = kv_bytes_per_token(depth, config.kv_heads, config.head_dim, dtype.itemsize, kv_dtype)
+        """Of a token in one block: in the layers of one table."""
         self.block_bytes = block_size * self.bytes_per_token
         """What ``save`` makes of one block: everything that its tokens left in the cache, in every layer."""
         held = dtype if kv_dtype == "auto" else torch.uint8
-        per_block = self.block_bytes // (config.layers * held.itemsize)
+        per_block = self.block_bytes // (depth * held.itemsize)
         try:
-            flat = pack.buffer(config.layers * blocks * per_block, held)
+            flat = pack.buffer(depth * blocks * per_block, held)
         except (OSError, ValueError, OverflowError) as error:
             raise KvCacheSizeError(
                 f"{blocks} blocks of keys and values ({blocks * block_size * self.bytes_per_token} bytes) do not fit "
                 "in memory; lower engine.kv_cache or engine.blocks"
             ) from error
-        self.data = flat.view(config.layers, blocks, per_block)
+        self.data = flat.view(depth, blocks, per_block)
 
     def zero(self, blocks: list[int]) -> None:
         """Overwrite blocks with zeros in every layer."""
@@ -113,7 +121,7 @@ class NativeCache:
 
 @dataclass(slots=True)
 class Rows:
-    """One step laid out flat; every array is int32."""
+    """One step laid out flat; every array is int32. ``slots`` and ``table`` once for each of the model's tables."""
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
     positions: array[int] = field(default_factory=lambda: array("i"))
@@ -155,13 +163,17 @@ class NativeDecoder:
         """Rows that went through the linears since the start: exactly the planned tokens."""
         self._kept: list[object] = [cache]
         self._bytes = 0
-        self._rope = [self._keep(part.contiguous()) for part in rope.table(config.rope, config.head_dim, max_context)]
+        self._ropes = {
+            kind: [self._keep(part.contiguous()) for part in rope.table(kind, config.head_dim, max_context)]
+            for kind in {config.rope, config.local_rope or config.rope}
+        }
         self._layers = (Layer * config.layers)()
         for index in range(config.layers):
-            self._layers[index] = self._layer(index, weights, cache.data[index])
+            table, place = cache.tables.places[index]
+            self._layers[index] = self._layer(index, weights, cache.data[place], table, cache.tables.windows[table])
         hidden = config.hidden
         embed = self._packed(weights.matrix("model.embed_tokens.weight", (config.vocab, hidden)))
-        norm = self._vector(weights.take("model.norm.weight", (hidden,)))
+        norm = self._vector(norm_weight(weights.take("model.norm.weight", (hidden,)), config.unit_norms))
         head = embed if config.tied else self._packed(weights.matrix("lm_head.weight", (config.vocab, hidden)))
         self._head_width = int(head.n)
         self._model = make(
@@ -176,14 +188,15 @@ class NativeDecoder:
                 "ffn": config.intermediate,
                 "rotary": config.head_dim,
                 "block_size": cache.block_size,
-                "gelu": 0,
+                "gelu": int(config.gelu),
                 "max_rows": 0,
                 "max_samples": 0,
                 "eps": config.rms_eps,
-                "scale": config.head_dim**-0.5,
-                "softcap": 0.0,
-                "embed_scale": 1.0,
-                "logit_softcap": 0.0,
+                "scale": config.query_scale or config.head_dim**-0.5,
+                "softcap": config.score_cap,
+                # In the weights' type, as transformers rounds it.
+                "embed_scale": torch.tensor(hidden**0.5, dtype=dtype).item() if config.scaled_embedding else 1.0,
+                "logit_softcap": config.logit_cap,
                 "kv": KV_DTYPES.index(cache.kv_dtype),
                 "low_width": low_width,
                 "norm": norm,
@@ -266,33 +279,38 @@ class NativeDecoder:
                 f"fit in memory; {_REMEDY}"
             )
 
-    def _layer(self, index: int, weights: Weights, cache: Tensor) -> Layer:
+    def _layer(self, index: int, weights: Weights, cache: Tensor, table: int, window: int) -> Layer:
         config, take = self.config, LayerWeights(weights, index)
         hidden, ffn, head_dim = config.hidden, config.intermediate, config.head_dim
         query, key = config.heads * head_dim, config.kv_heads * head_dim
+
+        def norm(name: str, size: int) -> int:
+            return self._vector(take.norm(name, size, config.unit_norms))
+
         names, sizes = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (query, key, key)
         gate, up = (take.matrix(f"mlp.{name}_proj", ffn, hidden) for name in ("gate", "up"))
+        cos, sin = self._ropes[config.rope_of(index)]
         gated = None
         if config.mlp_bias:
             gated = pack.gated_bias(take.bias("mlp.gate_proj", ffn), take.bias("mlp.up_proj", ffn))
         layer: Layer = make(
             Layer,
             {
-                "attn_norm": self._vector(take.weight("input_layernorm", hidden)),
-                "q_norm": self._vector(take.weight("self_attn.q_norm", head_dim)) if config.qk_norm else None,
-                "k_norm": self._vector(take.weight("self_attn.k_norm", head_dim)) if config.qk_norm else None,
-                "post_attn_norm": None,
-                "ffn_norm": self._vector(take.weight("post_attention_layernorm", hidden)),
-                "post_ffn_norm": None,
+                "attn_norm": norm("input_layernorm", hidden),
+                "q_norm": norm("self_attn.q_norm", head_dim) if config.qk_norm else None,
+                "k_norm": norm("self_attn.k_norm", head_dim) if config.qk_norm else None,
+                "post_attn_norm": norm("post_attention_layernorm", hidden) if config.post_norms else None,
+                "ffn_norm": norm(config.mlp_norm_name, hidden),
+                "post_ffn_norm": norm("post_feedforward_layernorm", hidden) if config.post_norms else None,
                 "qkv": self._packed(*take.fused(names, sizes, hidden, config.qkv_bias)),
                 "o": self._packed(*take.fused(("self_attn.o_proj",), (hidden,), query, config.output_bias)),
                 "gate_up": self._packed(pack.gated(gate, up), gated),
                 "down": self._packed(*take.fused(("mlp.down_proj",), (hidden,), ffn, config.mlp_bias)),
                 "cache": cache.data_ptr(),
-                "cos": self._rope[0],
-                "sin": self._rope[1],
-                "window": 0,
-                "reserved": 0,
+                "cos": cos,
+                "sin": sin,
+                "window": window,
+                "table": table,
             },
         )
         return layer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -156,6 +157,7 @@ def layout(plan: StepPlan, size: int) -> tuple[Rows, list[Sequence], list[int]]:
     rows = Rows()
     samplers: list[Sequence] = []
     own: list[int] = []
+    more: list[tuple[array[int], array[int]]] = []
     for chunk in plan.chunks:
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
         blocks = sequence.blocks
@@ -167,9 +169,16 @@ def layout(plan: StepPlan, size: int) -> tuple[Rows, list[Sequence], list[int]]:
             )
         rows.first.append(len(rows.tokens))
         rows.count.append(chunk.count)
-        rows.table.append(len(rows.blocks))
-        rows.blocks.extend(blocks)
-        if chunk.count == 1:
+        if sequence.slid:
+            _add_tables(rows, more, chunk, size)
+        else:
+            rows.table.append(len(rows.blocks))
+            rows.blocks.extend(blocks)
+        if sequence.slid:
+            rows.tokens.extend(sequence.tokens[start:known])
+            rows.tokens.extend(chunk.drafts)
+            rows.positions.extend(range(start, end))
+        elif chunk.count == 1:
             rows.tokens.append(sequence.tokens[start])
             rows.positions.append(start)
             rows.slots.append(blocks[start // size] * size + start % size)
@@ -177,9 +186,7 @@ def layout(plan: StepPlan, size: int) -> tuple[Rows, list[Sequence], list[int]]:
             rows.tokens.extend(sequence.tokens[start:known])
             rows.tokens.extend(chunk.drafts)
             rows.positions.extend(range(start, end))
-            for block in range(start // size, -(-end // size)):
-                base = (blocks[block] - block) * size
-                rows.slots.extend(range(base + max(start, block * size), base + min(end, (block + 1) * size)))
+            rows.slots.extend(_slots(blocks, start, end, size))
         if chunk.drafts:
             samplers += standings(chunk)
             checked = len(chunk.drafts) + 1
@@ -189,4 +196,30 @@ def layout(plan: StepPlan, size: int) -> tuple[Rows, list[Sequence], list[int]]:
             samplers += chunk.samplers
             own += [len(rows.sample_rows)] * len(chunk.samplers)
             rows.sample_rows.append(len(rows.tokens) - 1)
+    for slots, table in more:
+        rows.slots.extend(slots)
+        rows.table.extend(table)
     return rows, samplers, own
+
+
+def _slots(blocks: list[int], start: int, end: int, size: int) -> Iterator[int]:
+    """Where the tokens [start, end) of a sequence go."""
+    for block in range(start // size, -(-end // size)):
+        base = (blocks[block] - block) * size
+        yield from range(base + max(start, block * size), base + min(end, (block + 1) * size))
+
+
+def _add_tables(rows: Rows, more: list[tuple[array[int], array[int]]], chunk: Chunk, size: int) -> None:
+    """A chunk's slots and tables: the first table's to ``rows``, those of table t to ``more[t - 1]``.
+
+    Entries of blocks that were given back are filled with a block of the sequence: keys behind them are read, and
+    replaced.
+    """
+    sequence = chunk.sequence
+    while len(more) < len(sequence.others):
+        more.append((array("i"), array("i")))
+    targets = [(rows.slots, rows.table), *more]
+    for (slots, table), blocks, slid in zip(targets, sequence.tables(), sequence.slid, strict=True):
+        slots.extend(_slots(blocks, chunk.start, chunk.start + chunk.count, size))
+        table.append(len(rows.blocks))
+        rows.blocks.extend(blocks[slid : slid + 1] * slid + blocks[slid:])

@@ -193,17 +193,18 @@ struct Impl final : Engine {
 
   // Row i's key head g, rotated, and its values, into the cache. `alone`: the next token's are not written in this step.
   void remember(const FbStep& s, const FbLayer& l, long i, int g, bool alone) const {
-    const int D = m.head_dim;
-    const long sub = s.slots[i] / kLanes;
+    const int D = m.head_dim, slot = s.slots[long(l.table) * s.rows + i];
+    const long sub = slot / kLanes;
     alignas(64) typename C::Key::T key[kMaxDim];
     rotated<typename C::Key>(s, l, i, m.heads + g, key);
-    C::keep((typename C::S*)l.cache + (sub * m.kv_heads + g) * C::elements(D), s.slots[i] % kLanes, D, key,
+    C::keep((typename C::S*)l.cache + (sub * m.kv_heads + g) * C::elements(D), slot % kLanes, D, key,
             qkv.data() + i * l.qkv.n + long(m.heads + m.kv_heads + g) * D, alone);
   }
 
   void scatter(const FbStep& s, const FbLayer& l, long i) {
     for (int g = 0; g < m.heads; g++) rotated(s, l, i, g, q.data() + (i * m.heads + g) * m.head_dim);
-    const bool alone = i + 1 == s.rows || s.slots[i + 1] != s.slots[i] + 1;
+    const int* slots = s.slots + long(l.table) * s.rows;
+    const bool alone = i + 1 == s.rows || slots[i + 1] != slots[i] + 1;
     for (int g = 0; g < m.kv_heads; g++) remember(s, l, i, g, alone);
   }
 
@@ -251,7 +252,8 @@ struct Impl final : Engine {
       if (start > from) from += (start - from) / kGroup * kGroup;
       if (from > to) from = to;
     }
-    return {(const typename C::S*)l.cache, s.blocks + s.table[task.chunk], m.block_size / kLanes, m.kv_heads, task.head, m.head_dim};
+    return {(const typename C::S*)l.cache, s.blocks + s.table[l.table * s.chunks + task.chunk],
+            m.block_size / kLanes, m.kv_heads, task.head, m.head_dim};
   }
 
   void attend(const FbStep& s, const FbLayer& l, int index, Local<P, C>& mine) {

@@ -38,6 +38,7 @@ class SpreadCache(KvCache):
     def __init__(self, own: KvCache, ranks: Ranks, group: Group, seams: Seams) -> None:
         """``own``: rank 0's part. ``seams``: how the parts of a block make a whole."""
         self.blocks, self.block_size, self.data = own.blocks, own.block_size, own.data
+        self.tables = own.tables
         self.block_bytes = seams.block_bytes
         self.bytes_per_token = self.block_bytes // self.block_size
         self._own, self._ranks, self._group, self._seams = own, ranks, group, seams
