@@ -92,7 +92,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 PLACES = places("reference", "batched", "native")
 TOKENS = [(7 * index * index + 3 * index) % 290 for index in range(70)]
 TABLE = [5, 2, 9, 0, 12, 7]
-ENGINE = EngineConfig(device="cpu", dtype="float32", blocks=60, block_size=16, threads=1)
+ENGINE = EngineConfig(device="cpu", dtype="float32", blocks=90, block_size=16, threads=1)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -124,7 +124,8 @@ def test_greedy_ids_equal_transformers(made: tuple[Any, Path], attention: str, d
     prompts = [TOKENS[start : start + length] for start in (0, 9, 30) for length in (14, 30)]
     cases = oracle.greedy(folder, prompts, 24)
     tables = tables_of(read_config(folder), 256).count
-    bench = Bench(folder, on(attention, device=device, blocks=8 * tables, max_chunk_tokens=16))
+    blocks = 8 if tables == 1 else 5 * tables + 1  # windows give blocks back: fewer, or nobody is preempted
+    bench = Bench(folder, on(attention, device=device, blocks=blocks, max_chunk_tokens=16))
     requests = [Generate(str(index), case.prompt, 24, GREEDY) for index, case in enumerate(cases)]
     assert sum(len(case.expected) for case in cases) >= 120
     for finished, case in zip(bench.run(requests, stagger=1), cases, strict=True):
