@@ -244,9 +244,6 @@ class TierStats(msgspec.Struct, frozen=True, omit_defaults=True):
 class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """The worker's live view, in every ``StepOutputs``; also sent once a second when idle."""
 
-    windows: dict[str, tuple[int, int]] = {}
-    """Of a model with windows, by window (``all``: layers without one): blocks that running sequences hold, and blocks
-    that lie outside the window and were given back, which one table for all layers would hold too."""
     free_blocks: int = 0
     cached_blocks: int = 0
     used_blocks: int = 0
@@ -270,6 +267,9 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """Those that did not; nobody pays for them."""
     tiers: dict[str, TierStats] = {}
     """``host`` and ``disk``, where they are configured."""
+    windows: dict[str, tuple[int, int]] = {}
+    """Of a model with windows, by window (``all``: layers without one): blocks that running sequences hold, and blocks
+    that lie outside the window and were given back, which one table for all layers would hold too."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step"):

@@ -11,7 +11,7 @@ from gateway.placement import Demand, demand, unmet
 from gateway.settings import ServiceClass
 from policies.spi import NoConfig, PolicySpec
 from policies.testing import make_job
-from policies.types import AdmissionDecision, Job, QueueSnapshot
+from policies.types import AdmissionDecision, Job, QueueSnapshot, WorkerView
 from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Site, pool, until
 from workers.testing import Echo
@@ -41,7 +41,8 @@ OUT = {"region": "eu", "external": "true"}
 def test_what_is_missing_is_named(pools: Any, requires: Any, external: bool, missing: str | None) -> None:
     assert unmet(pools, Demand(requires, external)) == missing
     jobs = make_job("x", requires=requires, allow_external=external)
-    assert any(takes(labels, (), jobs) for labels in pools) is (missing is None)
+    views = [WorkerView("w", "m", "p", max_running=1, labels=labels) for labels in pools]
+    assert any(takes(view, jobs) for view in views) is (missing is None)
 
 
 def test_tenant_and_class_both_require() -> None:

@@ -68,6 +68,7 @@ class EchoModel:
     revision: str = "echo"
     eos_ids: frozenset[int] = frozenset({0})
     vocab_size: int = 1000
+    windows: tuple[int, ...] = (0,)
 
 
 def test_steps_of_every_shape_are_timed() -> None:

@@ -91,13 +91,13 @@ def no_copy(planner: Planner) -> None:
 
 
 def early_publish(planner: Planner) -> None:
-    start = planner.roster._start
+    start = planner.roster.start
 
     def eager(line: Sequence, blocks: list[int], hit: int, cached: int, now: int) -> None:
         start(line, blocks, hit, cached, now)
         planner._commit._publish(line, len(line.tokens) // 4)
 
-    planner.roster._start = eager  # type: ignore[method-assign]
+    planner.roster.start = eager  # type: ignore[method-assign]
 
 
 def one_scope(planner: Planner) -> None:

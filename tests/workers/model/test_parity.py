@@ -64,12 +64,13 @@ def test_mixed_cells_on_the_reference_backend(
 @pytest.mark.parametrize(
     ("cell", "count"),
     [
-        (_cell(True, 16, "prefix", True), PROMPTS),
+        pytest.param(_cell(True, 16, "prefix", True), PROMPTS, marks=pytest.mark.long),
+        (_cell(True, 16, "prefix", True), 2 * GROUP),
         (_cell(True, 7, "repeat", False), 2 * GROUP),
         (_cell(False, 64, "cold", False), 14),
     ],
     ids=str,
 )
 def test_full_model(cell: Cell, count: int, smollm2: ModelFiles, full_cases: list[Case]) -> None:
-    """All 30 layers and 49,152 ids, in cells that between them hold every kind of event; in one of them all prompts."""
+    """All 30 layers and 49,152 ids, in cells that between them hold every kind of event; all prompts in the long one."""
     cell.run(full_cases[:count], load(smollm2, cell.engine("batched")), "batched")

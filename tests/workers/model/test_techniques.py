@@ -48,6 +48,18 @@ EXAMPLES: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
 BASE: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "block_size": 16, "blocks": 11}
 EXACT = {switch.field for switch in SWITCHES if switch.exact}
 PAIRS = list(combinations([switch.field for switch in SWITCHES], 2))
+SPREAD = {"tensor_parallel", "pipeline_parallel"}
+"""They start processes."""
+SPREAD_OFTEN = SPREAD | {"prefix_cache", "max_chunk_tokens", "kv_dtype", "speculation", "tiers"}
+"""With these they are run every time, with the others in the long suite."""
+
+
+def _pair(first: str, second: str) -> Any:
+    pair = {first, second}
+    often = not pair & SPREAD or pair <= SPREAD_OFTEN
+    return pytest.param(first, second, id=f"{first}-{second}", marks=() if often else pytest.mark.long)
+
+
 PROMPTS = [[*range(40, 73), 100 + own, 7, 9 + own] for own in range(4)] + [
     [5, 5, 6, 5, 5, 6, 5, 5],
     list(range(90, 107)),
@@ -108,7 +120,7 @@ def test_the_crowd_preempts_and_hits(source: Path) -> None:
     assert sum(one.last.prompt_cached for one in found if one.last is not None) > 0
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+@pytest.mark.parametrize(("first", "second"), [_pair(*pair) for pair in PAIRS])
 def test_a_pair_works_or_is_refused(
     first: str,
     second: str,
