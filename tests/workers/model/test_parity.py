@@ -72,5 +72,5 @@ def test_mixed_cells_on_the_reference_backend(
     ids=str,
 )
 def test_full_model(cell: Cell, count: int, smollm2: ModelFiles, full_cases: list[Case]) -> None:
-    """All 30 layers and 49,152 ids, in cells that between them hold every kind of event; all prompts in the long one."""
+    """All 30 layers and 49,152 ids, in cells that hold every kind of event; all prompts in the long one."""
     cell.run(full_cases[:count], load(smollm2, cell.engine("batched")), "batched")
