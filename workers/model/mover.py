@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 
 import torch
@@ -22,8 +23,11 @@ MOST_BYTES = 32 * 2**20
 class CacheMover:
     """Of one model's cache. A ``workers.engine.leases.BlockMover``."""
 
-    def __init__(self, cache: KvCache | NativeCache) -> None:
-        self._cache = cache
+    def __init__(
+        self, cache: KvCache | NativeCache, written: Callable[[list[int]], None] = lambda blocks: None
+    ) -> None:
+        """``written``: is told of blocks whose content is another now."""
+        self._cache, self._written = cache, written
         self.block_bytes = cache.block_bytes
         self.kind = f"{type(cache).__name__} {cache.data.dtype}"
 
@@ -39,12 +43,16 @@ class CacheMover:
         if rows.numel() != len(blocks) * self.block_bytes:
             raise ValueError(f"{rows.numel()} bytes are not {len(blocks)} blocks of {self.block_bytes}")
         self._cache.restore(blocks, rows.view(len(blocks), self.block_bytes))
+        self._written(blocks)
 
 
 def mover_of(runner: object) -> CacheMover:
-    """For the cache that a runner's larger model has. Raises ValueError for a runner that has none of its own."""
-    if isinstance(runner, DraftRunner):
-        runner = runner.runner
+    """For the cache that a runner's larger model has; a draft model forgets what it knew of blocks that are written.
+
+    Raises ValueError for a runner that has no cache of its own.
+    """
+    drafts = runner if isinstance(runner, DraftRunner) else None
+    runner = drafts.runner if drafts is not None else runner
     cache = getattr(runner, "cache", None)
     if not isinstance(cache, KvCache | NativeCache):
         raise ValueError("engine.role: this model's keys and values do not lie in one cache; write role: both")
@@ -53,7 +61,7 @@ def mover_of(runner: object) -> CacheMover:
             f"engine.role: a block of {cache.block_size} tokens has {cache.block_bytes} bytes, and at most "
             f"{MOST_BYTES} can be sent at once; lower engine.block_size"
         )
-    return CacheMover(cache)
+    return CacheMover(cache) if drafts is None else CacheMover(cache, drafts.forget)
 
 
 def layout_of(mover: CacheMover, revision: str, dtype: str, engine: EngineConfig) -> str:

@@ -12,6 +12,7 @@ from tests.workers.model import tiny
 from tests.workers.model.harness import GREEDY, Bench
 from tests.workers.transfer.pair import Direct, Side, both
 from workers.config import EngineConfig
+from workers.model.draft import DraftRunner
 from workers.model.loading import load
 from workers.model.mover import layout_of, mover_of
 from workers.protocol import Generate
@@ -82,6 +83,17 @@ async def test_a_draft_model_goes_on_from_what_arrived(source: Path) -> None:
     alone = Bench(source, EngineConfig(**BASE))
     whole = alone.run([Generate("r", PROMPT, NEW_TOKENS, GREEDY, scope=b"scope")])[0].tokens
     assert await handed_over(source, settings) == whole
+
+
+def test_a_draft_model_forgets_what_is_written_over(source: Path) -> None:
+    """Or it would guess from what the blocks' last owner left in its own cache."""
+    speculation = {"method": "draft", "draft_model": str(source)}
+    runner = load(source, EngineConfig(**BASE, role="decode", speculation=speculation)).runner
+    assert isinstance(runner, DraftRunner)
+    runner._filled[:] = 16
+    mover = mover_of(runner)
+    mover.write([3, 5], bytes(2 * mover.block_bytes))
+    assert [block for block, filled in enumerate(runner._filled) if not filled] == [3, 5]
 
 
 def test_blocks_read_from_one_cache_are_the_same_in_another(source: Path) -> None:
