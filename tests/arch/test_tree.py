@@ -15,7 +15,7 @@ TEXT = {".py", ".md", ".yaml", ".yml", ".toml", ".json", ".sh", ".cfg", ".ini", 
 
 # A home folder or a working folder of one machine has no place here, and neither has a credential.
 FORBIDDEN = {
-    "home folder": re.compile(r"/(?:home|Users)/[a-z][a-z0-9_.-]*/|/root/"),
+    "home folder": re.compile(r"/(?:(?:home|Users)/[a-z][a-z0-9_.-]*|root)/"),
     "private key": re.compile(r"-----BEGIN (?:[A-Z]+ )?PRIVATE KEY-----"),
     "JSON web token": re.compile(r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"),
     "cloud key": re.compile(r"\bAKIA[0-9A-Z]{16}\b"),
