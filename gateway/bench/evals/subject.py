@@ -95,6 +95,7 @@ class Subject:
             eos_ids=model.eos_ids,
             vocab_size=model.vocab_size,
             on_outputs=take,
+            windows=model.windows,
         )
         for number, prompt in enumerate(prompts):
             params = SamplingParams(temperature=0.0)
