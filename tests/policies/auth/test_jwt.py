@@ -61,6 +61,7 @@ async def test_optional_claims_may_be_absent() -> None:
     assert (principal.user, principal.groups) == (None, frozenset())
 
 
+# Ids are numbers: the two processes of the suite must collect the same names, and these claims tell the time.
 NOW = int(time.time())
 BAD_CLAIMS: list[dict[str, Any]] = [
     {"aud": "another-service"},
@@ -90,7 +91,9 @@ BAD_CLAIMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", BAD_CLAIMS, ids=str)
+@pytest.mark.parametrize(
+    "changes", BAD_CLAIMS, ids=[f"{number}-{'-'.join(claim)}" for number, claim in enumerate(BAD_CLAIMS)]
+)
 async def test_wrong_claims_are_refused(changes: dict[str, Any]) -> None:
     """gateway D3: wrong aud, iss, expired, nbf in the future, missing tenant claim: all 401."""
     auth = build({**HMAC, "groups_claim": "groups"})
