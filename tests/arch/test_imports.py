@@ -29,6 +29,8 @@ SERVING_SEES = (
     "workers.log",
     "workers.plain",
     "workers.spans",
+    "workers.span_sink",
+    "workers.otlp",
     "workers.collector",
     "workers.telemetry",
 )
