@@ -223,7 +223,8 @@ class Engine:
         self._step_ms = (after - started) / 1e6
         self._report(plan.step)
         if self._on_step is not None and plan.chunks:
-            self._on_step(self._step_record(plan, started, after - before))
+            pool = planner.pool
+            self._on_step(StepRecord.of(plan, self._clock(), after - before, pool.used / pool.total))
         return True
 
     @staticmethod
@@ -237,22 +238,6 @@ class Engine:
         ]
         if constrained:
             grammars.advance(constrained)
-
-    def _step_record(self, plan: StepPlan, started: int, run_ns: int) -> StepRecord:
-        decodes = sum(chunk.count for chunk in plan.chunks if chunk.is_decode)
-        pool = self.planner.pool
-        return StepRecord(
-            step=plan.step,
-            start_ns=started,
-            end_ns=self._clock(),
-            run_ns=run_ns,
-            batch=len(plan.chunks),
-            prefill_tokens=plan.tokens - decodes,
-            decode_tokens=decodes,
-            kv_used=pool.used / pool.total,
-            ids=[chunk.sequence.id for chunk in plan.chunks],
-            adapter_tokens=sum(chunk.count for chunk in plan.chunks if chunk.sequence.adapter is not None),
-        )
 
     def _failed(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
         """Fail whom it concerns. Raises RunnerLostError when the runner keeps failing."""

@@ -12,9 +12,12 @@ A sequence's life is a row of phases that never overlap: prefill → decode → 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from workers.protocol import FinishReason
+
+if TYPE_CHECKING:
+    from workers.engine.plan import StepPlan
 
 MAX_CHUNKS = 16
 MAX_STALLS = 16
@@ -226,3 +229,21 @@ class StepRecord:
     """Requests in the batch, with repeats where several choices of one took part."""
     adapter_tokens: int = 0
     """Of all of them those computed with a LoRA adapter."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, end_ns: int, run_ns: int, kv_used: float) -> StepRecord:
+        """Of a plan that was run; ``end_ns``: all that it brought is booked and told. Once through its chunks."""
+        decodes = prefills = adapted = 0
+        ids: list[str] = []
+        for chunk in plan.chunks:
+            sequence, count = chunk.sequence, chunk.count
+            ids.append(sequence.id)
+            if chunk.start >= sequence.prompt_len and (count == 1 or chunk.is_decode):
+                decodes += count
+            else:
+                prefills += count
+            if sequence.adapter is not None:
+                adapted += count
+        return cls(
+            plan.step, plan.started_ns, end_ns, run_ns, len(plan.chunks), prefills, decodes, kv_used, ids, adapted
+        )
