@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from workers import host, lifeline, log
+from workers import heap, host, lifeline, log
 from workers.config import MEAN_REQUEST_TOKENS
 from workers.grammar import Vocabulary
 from workers.grammar_desk import GrammarDesk
@@ -184,7 +184,8 @@ def load_model(options: WorkerOptions) -> ServedModel:
     from workers.model.mover import layout_of, mover_of
 
     loaded = load(files, options.engine, base_dir=options.base_dir)
-    logger.info("model_loaded", seconds=round(time.monotonic() - began, 2), **figures(loaded))
+    frozen = heap.settle()
+    logger.info("model_loaded", seconds=round(time.monotonic() - began, 2), frozen_objects=frozen, **figures(loaded))
     mover = mover_of(loaded.runner) if options.engine.role != "both" else None
     budget = loaded.budget
     (logger.warning if budget.short else logger.info)("memory_budget", short=budget.short, **budget.figures())

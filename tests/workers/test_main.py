@@ -134,6 +134,7 @@ async def test_it_loads_serves_and_drains_on_request(start: Callable[..., Any]) 
     loaded = await log.event("model_loaded")
     assert loaded["weight_bytes"] == hello.weight_bytes > tiny_model.VOCAB * tiny_model.HIDDEN * 4
     assert loaded["kv_bytes"] == 640 * per_token
+    assert loaded["frozen_objects"] > 50_000, "torch's, at least"
     assert (loaded["blocks"], loaded["cache_tokens"], loaded["requests_of_mean_length"]) == (40, 640, 1)
     planned = await log.event("memory_budget")
     assert planned["kv"] == loaded["kv_bytes"]

@@ -36,7 +36,8 @@ class Forebay:
 
 
 def open_engine(model: str, settings: Settings) -> Forebay:
-    """Load. ``Settings`` go before the configuration's engine block."""
+    """Load, as a worker does. ``Settings`` go before the configuration's engine block."""
+    from workers import heap
     from workers.config import EngineConfig
 
     values: dict[str, Any] = json.loads(os.environ.get(OVERRIDES, "{}"))
@@ -51,4 +52,6 @@ def open_engine(model: str, settings: Settings) -> Forebay:
     }
     if settings.max_step_tokens is not None:
         values["max_step_tokens"] = settings.max_step_tokens
-    return Forebay(open_bench(model, EngineConfig.model_validate(values)))
+    opened = Forebay(open_bench(model, EngineConfig.model_validate(values)))
+    heap.settle()
+    return opened
