@@ -16,3 +16,8 @@ def settle() -> int:
     gc.collect()
     gc.freeze()
     return gc.get_freeze_count()
+
+
+def release() -> None:
+    """Look at everything again: for a process that goes on without the model."""
+    gc.unfreeze()

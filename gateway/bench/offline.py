@@ -30,6 +30,8 @@ def engine_report(
     with_floor: bool = True,
 ) -> Report:
     """Equal requests in a closed loop, one run per number under way. Raises BenchError."""
+    from workers import heap
+
     with display.task("load the model") as tick:
         engine = open_engine(
             target.source,
@@ -44,6 +46,7 @@ def engine_report(
         {"input": input_tokens, "output": output_tokens, "seed": seed, "engine": target.engine.model_dump()},
     )
     try:
+        heap.settle()  # as a worker does
         for count in concurrency:
             with display.task(f"{count} running") as tick:
                 run = measure(
@@ -62,6 +65,7 @@ def engine_report(
         report.extra = {"sizes": engine.sizes(), **({"machine_limits": limits[2]} if limits is not None else {})}
     finally:
         engine.close()
+        heap.release()
     return report
 
 

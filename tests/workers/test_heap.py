@@ -29,6 +29,6 @@ def test_only_what_comes_later_is_collected() -> None:
         assert gone() is None
         assert left() is not None
     finally:
-        gc.unfreeze()
+        heap.release()
     gc.collect()
     assert left() is None
