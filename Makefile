@@ -7,15 +7,15 @@
 #   make test-gpu    what needs a CUDA device          make test-long   what takes minutes
 #   make clean       remove what the above made (not the model cache)
 #
-# PYTHON=python3.12 picks the interpreter (3.11 or newer); VENV=… puts the environment elsewhere. The suite runs in two
-# processes: PYTEST_WORKERS=4 makes it four, 0 none; PYTEST_ARGS=… goes to pytest.
+# PYTHON=python3.12 picks the interpreter (3.11 or newer); VENV=… puts the environment elsewhere. The suite runs in three
+# processes: PYTEST_WORKERS=6 makes it six, 0 none; PYTEST_ARGS=… goes to pytest.
 
 SHELL := /bin/sh
 PYTHON ?=
 VENV ?= .venv
 CONFIG ?= config/demo.yaml
 PYTEST_ARGS ?=
-PYTEST_WORKERS ?= 2
+PYTEST_WORKERS ?= 3
 
 BIN := $(VENV)/bin
 export VENV PYTHON

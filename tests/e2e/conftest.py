@@ -9,9 +9,9 @@ import pytest
 from tests.e2e.harness import Server, serving
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The real model, ready."""
+    """The real model, ready, until the last test of this folder; ``tests/order.py`` keeps its users together."""
     with serving(tmp_path_factory.mktemp("server")) as running:
         running.wait_ready()
         yield running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import kernels
 from tests.workers.model import tiny
 from workers.model.config import read_config
 from workers.model.native.build import compiler
@@ -171,8 +173,8 @@ def test_a_shape_it_cannot_run_is_named(tmp_path: Path) -> None:
         Kernel(directory)
 
 
-@pytest.mark.parametrize("march", ["x86-64-v3", "x86-64"])
-def test_narrower_machines_compute_the_same(march: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+def test_narrower_machines_compute_the_same(isa: str, tmp_path: Path) -> None:
     """The AVX2 and the portable path, each in a process of its own, against transformers."""
     made = tiny.model(3, hidden_size=64, head_dim=32)
     directory, tokens = tiny.write_directory(made, tmp_path / "model"), ids(70)
@@ -186,12 +188,10 @@ for dtype, kv_dtype in product((torch.float32, torch.bfloat16), ("auto", "int8",
     torch.save(kernel.run(({tokens}, 0, table(70, 1))), {str(tmp_path)!r} + f"/{{dtype}}-{{kv_dtype}}.pt")
 print(kernel.decoder.isa)
 """
-    import os
-
-    env = {**os.environ, "FOREBAY_NATIVE_MARCH": march, "FOREBAY_NATIVE_OPT": "-O1"}
+    env = {**os.environ, **kernels.FORMS[isa]}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=170)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == {"x86-64-v3": "avx2", "x86-64": "portable"}[march]
+    assert done.stdout.strip() == isa
     want = truth(made, tokens)
     torch.testing.assert_close(torch.load(tmp_path / "torch.float32-auto.pt"), want, rtol=2e-4, atol=2e-4)
     for name, most in (("bfloat16-auto", 2e-2), ("bfloat16-int8", 3e-2), ("bfloat16-fp8", 0.1)):

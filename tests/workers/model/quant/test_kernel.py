@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import kernels
 from tests.workers.model import tiny
 from tests.workers.model.native.test_kernel import ids, table
 from tests.workers.model.quant.formats import FORMATS, Rounded, kernel_of
@@ -46,8 +47,8 @@ def test_it_equals_the_dequantised_weights_bit_for_bit(directory: Path, name: st
         assert torch.equal(torch.cat(parts), plain)
 
 
-@pytest.mark.parametrize("march", ["x86-64-v3", "x86-64"])
-def test_narrower_machines_unpack_the_same_weights(march: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+def test_narrower_machines_unpack_the_same_weights(isa: str, tmp_path: Path) -> None:
     """AVX2 and plain C++, each in a process of its own: bit for bit as dense weights there, and near the wide ones."""
     made = tiny.model(3, max_position_embeddings=4096, **SHAPES["two supers and a bit"])
     directory = tiny.write_directory(made, tmp_path / "model")
@@ -63,7 +64,7 @@ for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(*runs), (dtype, name)
         torch.save(runs[1], {str(tmp_path)!r} + f"/{{name}}-{{dtype}}.pt")
 """
-    env = {**os.environ, "FOREBAY_NATIVE_MARCH": march, "FOREBAY_NATIVE_OPT": "-O1"}
+    env = {**os.environ, **kernels.FORMS[isa]}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=170)
     assert done.returncode == 0, done.stderr
     for name, quantise in FORMATS.items():
