@@ -100,14 +100,14 @@ class OtlpReceiver:
             found.setdefault(span.trace_id, []).append(span)
         return found
 
-    def wait(self, ready: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 10.0) -> list[ReceivedSpan]:
+    def wait(self, ready: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 30.0) -> list[ReceivedSpan]:
         """All spans once ``ready(spans)``; raises AssertionError with the names seen when the time is up."""
         with self._news:
             if not self._news.wait_for(lambda: ready(self._spans), timeout_s):
                 raise AssertionError(f"no such spans within {timeout_s} s; got {[s.name for s in self._spans]}")
             return list(self._spans)
 
-    def wait_for_trace(self, trace_id: str, names: Iterable[str], timeout_s: float = 10.0) -> list[ReceivedSpan]:
+    def wait_for_trace(self, trace_id: str, names: Iterable[str], timeout_s: float = 30.0) -> list[ReceivedSpan]:
         """One trace's spans once it holds a span of each of ``names``."""
         wanted = set(names)
         self.wait(lambda spans: wanted <= {s.name for s in spans if s.trace_id == trace_id}, timeout_s)
@@ -149,7 +149,7 @@ class OtlpReceiver:
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Service(), server)
         self.port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        return lambda: server.stop(0).wait(5) and None
+        return lambda: server.stop(0).wait(30) and None
 
     def _serve_http(self) -> Callable[[], None]:
         receiver = self
@@ -180,7 +180,7 @@ class OtlpReceiver:
         def stop() -> None:
             server.shutdown()
             server.server_close()
-            thread.join(5)
+            thread.join(30)
 
         return stop
 
@@ -237,7 +237,7 @@ def check_tree(
     return Tree(roots[0], children)
 
 
-def wait_until(ready: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def wait_until(ready: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     """Poll until true; false when the time is up."""
     deadline = time.monotonic() + timeout_s
     while not ready():

@@ -53,7 +53,7 @@ class Phoenix:
         found: list[dict[str, Any]] = []
         cursor: dict[str, str] = {}
         while True:
-            answer = httpx.get(f"{self.http}/v1/projects/default/spans", params={"limit": 200, **cursor}, timeout=10)
+            answer = httpx.get(f"{self.http}/v1/projects/default/spans", params={"limit": 200, **cursor}, timeout=30)
             page = answer.json()
             found += [span for span in page["data"] if span["context"]["trace_id"] == trace]
             if not page.get("next_cursor"):
@@ -82,7 +82,7 @@ def phoenix(python: str, folder: Path) -> Iterator[Phoenix]:
     def up() -> bool:
         assert process.poll() is None, (folder / "phoenix.log").read_text()
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{made.http}/healthz", timeout=5).status_code == 200
+            return httpx.get(f"{made.http}/healthz", timeout=30).status_code == 200
         return False
 
     try:

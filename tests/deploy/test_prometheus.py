@@ -86,7 +86,7 @@ async def prometheus(folder: Path, targets: dict[str, str]) -> AsyncIterator[htt
         f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage", "--log.level=error",
     )  # fmt: skip
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=10) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=30) as client:
             yield client
     finally:
         process.terminate()

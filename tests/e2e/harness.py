@@ -112,7 +112,7 @@ class Server:
 
     def wait_up(self) -> None:
         """Until the listeners are open."""
-        until(self._up, "the ready file", 20)
+        until(self._up, "the ready file")
         self.info = json.loads(self._ready.read_text())
 
     def wait_ready(self, timeout: float = 90) -> None:
@@ -129,11 +129,11 @@ class Server:
 
     def get(self, path: str) -> httpx.Response:
         """GET of the public listener."""
-        return httpx.get(self.info["url"] + path, timeout=10)
+        return httpx.get(self.info["url"] + path, timeout=30)
 
     def admin(self, path: str) -> httpx.Response:
         """GET of the admin listener."""
-        return httpx.get(self.info["admin_url"] + path, timeout=10)
+        return httpx.get(self.info["admin_url"] + path, timeout=30)
 
     def post(self, body: Mapping[str, Any], tenant: str = "search", **headers: str) -> httpx.Response:
         """One chat request, whole."""

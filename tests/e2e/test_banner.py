@@ -28,7 +28,7 @@ def test_the_banner_says_where_to_go_and_its_tokens_work(tmp_path: Path) -> None
     """Base URL, console, a token per tenant, a curl to paste, where the traces are seen. One start for all of it."""
     fresh = {"FOREBAY_STATE": str(tmp_path / "state")}
     with serving(tmp_path, ON_FREE_PORTS, fresh, flags=["--dev"], jwt_key=None) as server:
-        until(lambda: "http://127.0.0.1:16686" in server.log, "the whole banner", 5)
+        until(lambda: "http://127.0.0.1:16686" in server.log, "the whole banner")
         banner, url, admin_url = server.log, server.info["url"], server.info["admin_url"]
         assert f"Base URL   {url}/v1\n" in banner
         assert f"Console    {admin_url}/console\n" in banner
@@ -39,9 +39,9 @@ def test_the_banner_says_where_to_go_and_its_tokens_work(tmp_path: Path) -> None
         tokens = dict(re.findall(r"^    (\w+) +(eyJ\S+)$", banner, re.MULTILINE))
         assert list(tokens) == [tenant["id"] for tenant in DEMO["tenants"]]
         for token in tokens.values():
-            models = httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {token}"}, timeout=10)
+            models = httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {token}"}, timeout=30)
             assert [model["id"] for model in models.json()["data"]] == [DEMO["models"][0]["name"]]
-        assert httpx.get(f"{admin_url}/console", follow_redirects=True, timeout=10).status_code == 200
+        assert httpx.get(f"{admin_url}/console", follow_redirects=True, timeout=30).status_code == 200
 
         [command] = re.findall(r"^    (curl -s .*\\\n.*\\\n.*)$", banner, re.MULTILINE)
         curl, silent, target, *options = shlex.split(command.replace("\\\n", " "))

@@ -42,6 +42,6 @@ def _ready(server: Server) -> dict[str, dict[str, int]] | None:
 
 
 def _transfers(port: int) -> int:
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
     found = re.search(r'^forebay_kv_transfer_seconds_count\{result="ok"\} (\d+)', text, re.MULTILINE)
     return int(found[1]) if found else 0

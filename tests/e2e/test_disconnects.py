@@ -56,7 +56,7 @@ async def test_a_thousand_requests_a_third_of_them_dropped(server: Server) -> No
     answered, left = await drive(server)
     assert answered + left == REQUESTS
     assert left > REQUESTS * DROPPED / 2, "too few were dropped to show anything"
-    until(lambda: at_rest(server), "every block, slot and queue entry given back", 10)
+    until(lambda: at_rest(server), "every block, slot and queue entry given back")
     [after] = server.workers()
     assert after.pid == before.pid
     assert await admitted_at_once(server, CROWD + 2) == CROWD, "a concurrency slot was lost or made up"
@@ -101,8 +101,8 @@ async def test_a_client_that_leaves_frees_its_blocks(server: Server, stream: boo
     }
     async with httpx.AsyncClient(timeout=60) as client:
         request = asyncio.create_task(client.post(url, json=body, headers=server.authorization("assist")))
-        await asyncio.to_thread(until, lambda: not at_rest(server), "the request at work", 20)
+        await asyncio.to_thread(until, lambda: not at_rest(server), "the request at work")
         await asyncio.sleep(0.3)
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
-    await asyncio.to_thread(until, lambda: at_rest(server), "its blocks given back", 2)
+    await asyncio.to_thread(until, lambda: at_rest(server), "its blocks given back", 10)

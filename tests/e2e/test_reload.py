@@ -51,5 +51,5 @@ def test_reload_swaps_policies_and_tenants_or_changes_nothing(tmp_path: Path) ->
         assert scheduling(server) == "fcfs"
         server.config.write_text(yaml.safe_dump(BASE))
         server.process.send_signal(signal.SIGHUP)
-        until(lambda: scheduling(server) == "vtc", "the scheduling policy after SIGHUP", 10)
+        until(lambda: scheduling(server) == "vtc", "the scheduling policy after SIGHUP")
         assert server.stop() == 0

@@ -49,6 +49,6 @@ def test_answers_and_bills_are_those_without_guesses(tmp_path: Path) -> None:
         port = next(
             row["metrics_port"] for row in server.admin("/admin/workers").json()["workers"] if row["model"] == MODEL
         )
-        page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
+        page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
         counted = dict(re.findall(r'^forebay_speculation_tokens_total\{result="(\w+)"\} (\S+)$', page, re.MULTILINE))
         assert {name: int(float(value)) for name, value in counted.items()} == drafts[MODEL]

@@ -165,7 +165,7 @@ def test_shed(collector: OtlpReceiver, traced: Server) -> None:
         waiting = [threading.Thread(target=traced.post, args=(BODY, "batch")) for _ in range(6)]
         for thread in waiting:
             thread.start()
-        until(lambda: queued(traced, "batch") >= 1, "a request of batch in the queue", 10)
+        until(lambda: queued(traced, "batch") >= 1, "a request of batch in the queue")
         answer = traced.post(BODY, "batch", **parent(trace))
     for thread in waiting:
         thread.join(60)
@@ -180,7 +180,7 @@ def test_shed(collector: OtlpReceiver, traced: Server) -> None:
 def test_every_trace_is_one_tree(collector: OtlpReceiver, traced: Server) -> None:
     """Whatever the tests above sent, also without a caller's context: one root each, no orphan."""
     traced.post(BODY)
-    until(lambda: any(not root.parent for root in roots(collector)), "the trace without a caller's context", 10)
+    until(lambda: any(not root.parent for root in roots(collector)), "the trace without a caller's context")
     for trace in {root.trace_id for root in roots(collector)}:
         spans = collector.spans(trace)
         [root] = [span for span in spans if span.name == ROOT_NAME]

@@ -21,7 +21,7 @@ CHANGES: dict[str, Any] = {
 def engine_counted(server: Server) -> dict[str, float]:
     """The worker's own counters, from its metrics port."""
     (worker,) = server.admin("/admin/workers").json()["workers"]
-    text = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics", timeout=10).text
+    text = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics", timeout=30).text
     found: dict[str, float] = {}
     for name, labels, value in re.findall(r"^(forebay_engine_\w+_sum)(\{[^}]*\})? (\S+)$", text, re.MULTILINE):
         found[name + labels] = float(value)
@@ -50,7 +50,7 @@ def test_the_ledger_says_what_the_engine_counted(tmp_path: Path, tmp_path_factor
             computed = report["devices"]["seconds"].get("computed", 0)
             return report if computed and abs(used - computed) < 0.02 * computed else None
 
-        report = until(settled, "all device time is told", 10)
+        report = until(settled, "all device time is told")
         total = report["total"]
         assert (total["requests"], total["input_tokens"], total["output_tokens"]) == (7, *told)
         counted = engine_counted(server)
@@ -62,7 +62,7 @@ def test_the_ledger_says_what_the_engine_counted(tmp_path: Path, tmp_path_factor
 
         before = server.admin("/admin/usage").json()["total"]
         server.process.send_signal(signal.SIGKILL)
-        server.process.wait(20)
+        server.process.wait(30)
     with serving(tmp_path_factory.mktemp("again"), changes) as server:
         after = server.admin("/admin/usage").json()["total"]
         assert {name: after[name] for name in ("requests", "input_tokens", "output_tokens", "cost")} == {

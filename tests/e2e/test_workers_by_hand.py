@@ -68,10 +68,10 @@ def test_a_static_worker_serves_and_outlives_its_gateway(tmp_path: Path) -> None
             assert server.stop() == 0
         assert worker.poll() is None
         with serving(tmp_path, {"models": models}, {"MY_SECRET": "not the one it was given, at all"}) as stranger:
-            until(lambda: "wrong secret" in stranger.log, "the worker refusing a stranger", 20)
+            until(lambda: "wrong secret" in stranger.log, "the worker refusing a stranger")
             assert stranger.get("/readyz").status_code == 503, "a worker takes its own gateway only (gateway D7)"
         worker.send_signal(signal.SIGTERM)
-        assert worker.wait(20) == 0
+        assert worker.wait(30) == 0
     finally:
         worker.kill()
         worker.wait()

@@ -151,7 +151,7 @@ class Site:
         """Concurrency slots that ``tenant`` holds."""
         return int(self.gateway.parts.runtime.current.quota.concurrent(tenant))  # type: ignore[attr-defined]
 
-    async def at_rest(self, timeout_s: float = 5.0) -> None:
+    async def at_rest(self, timeout_s: float = 30.0) -> None:
         """Wait until nothing is left of any request: no job, no block in use, no slot."""
 
         def rest() -> bool:
@@ -196,7 +196,7 @@ def tickets(site: Site) -> list[Any]:
     return list(site.dispatcher._desk.tickets.values())
 
 
-async def until(condition: Callable[[], Any], what: str, timeout_s: float = 5.0) -> Any:
+async def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
     """The first truthy answer of ``condition``; AssertionError that names ``what`` when there is none in time."""
     deadline = time.monotonic() + timeout_s
     while not (answer := condition()):
@@ -247,7 +247,7 @@ async def running(
             site = Site(gateway, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", http, admin)
             try:
                 if ready:
-                    await until(lambda: gateway.ready, "ready", 20)
+                    await until(lambda: gateway.ready, "ready")
                 yield site
             finally:
                 for client in site._clients:

@@ -203,7 +203,7 @@ async def test_a_worker_that_comes_later_has_what_the_others_have(tmp_path: Path
         os.kill(handle.hello.pid, signal.SIGKILL)
         await until(lambda: not site.dispatcher.ready, "the loss")
         assert await tokens(site, model="mine") == wanted
-        await until(lambda: [h.adapters.held for h in site.dispatcher.workers] == [{made["digest"]}], "as before", 10)
+        await until(lambda: [h.adapters.held for h in site.dispatcher.workers] == [{made["digest"]}], "as before")
         assert said(await site.complete(model="sql")) == (404, "model_not_found")
 
 

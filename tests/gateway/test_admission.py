@@ -18,7 +18,7 @@ def bounded(**config: Any) -> dict[str, Any]:
 
 async def measured(site: Site) -> float:
     """The service rate, once there is one."""
-    rate: float = await until(lambda: site.dispatcher.queue.snapshot("alpha").service_rate, "a measured rate", 10)  # type: ignore[arg-type]
+    rate: float = await until(lambda: site.dispatcher.queue.snapshot("alpha").service_rate, "a measured rate")  # type: ignore[arg-type]
     return rate
 
 
@@ -49,7 +49,7 @@ async def test_a_burst_before_the_first_worker_is_refused_nothing(start: Start) 
     async with start(changes, echo=Echo(load_s=2.0, step_s=0.002), ready=False) as site:
         await until(lambda: site.dispatcher.model.loaded, "files loaded")
         early = [asyncio.create_task(site.complete(max_tokens=20)) for _ in range(20)]
-        await until(lambda: site.dispatcher.ready, "a worker", 20)
+        await until(lambda: site.dispatcher.ready, "a worker")
         later = []
         while len(later) < 60:
             later.append(asyncio.create_task(site.complete(max_tokens=20)))
@@ -107,7 +107,7 @@ async def test_what_is_refused_may_run_on_the_fallback_model(start: Start) -> No
     }
     async with start(changes, echo=Echo(step_s=0.02)) as site:
         small = site.gateway.parts.dispatchers["small"]
-        await until(lambda: small.ready, "both models", 20)
+        await until(lambda: small.ready, "both models")
         calls: list[asyncio.Task[Any]] = []
         full = 1 + MAX_WAITING
         for tenant, count, queued in (("alpha", full, 0), ("alpha", 3, 3), ("beta", 3, 6)):

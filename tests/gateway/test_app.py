@@ -354,7 +354,7 @@ async def test_ready_only_with_files_and_a_worker(start: Start) -> None:
         assert starting.status_code == 503
         assert starting.json() == {"status": "starting"}
         assert starting.headers["retry-after"]
-        await until(lambda: site.gateway.ready, "ready", 15)
+        await until(lambda: site.gateway.ready, "ready")
         assert (await site.http.get("/readyz")).json() == {"status": "ready"}
 
 

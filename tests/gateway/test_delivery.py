@@ -109,7 +109,7 @@ async def test_a_reader_that_does_not_read_is_given_up(start: Start, limit: dict
             loop = asyncio.get_running_loop()
             await loop.sock_connect(reader, (host, int(port)))
             await loop.sock_sendall(reader, f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-            await until(lambda: settled.usages, "it is settled", 30)
+            await until(lambda: settled.usages, "it is settled")
             assert 0 < settled.usages[0].output < 16 * 4000
             await site.at_rest(10)
         assert len(settled.usages) == 1

@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {"models": [pool(max_running=1, max_step_tokens=16)]}
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("where", ["queue", "prefill", "decode"])
 async def test_a_caller_that_leaves_leaves_nothing_behind(shared: Site, where: str, stream: bool) -> None:
-    """gateway C1, C3: out of the queue, out of the engine, blocks free, settled, within 500 ms."""
+    """gateway C1, C3: out of the queue, out of the engine, blocks free, settled: long before its answer would end."""
     settlements = Settlements(shared)
     left_before = await shared.metric("forebay_client_disconnects_total")
     dispatcher = shared.dispatcher
@@ -41,11 +41,11 @@ async def test_a_caller_that_leaves_leaves_nothing_behind(shared: Site, where: s
         await until(lambda: any(ticket.usage.output > 3 for ticket in tickets(shared)), "it has output")
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    async with asyncio.timeout(0.5):
-        await until(lambda: len(settlements.usages) == 1, "settled")
-        await until(lambda: len(dispatcher.queue) == 0 and dispatcher.in_flight == len(occupants), "gone")
-        if not occupants:
-            await until(lambda: stats.stats.used_blocks == 0, "its blocks are free")
+    await until(lambda: len(settlements.usages) == 1, "settled")
+    await until(lambda: len(dispatcher.queue) == 0 and dispatcher.in_flight == len(occupants), "gone")
+    if not occupants:
+        await until(lambda: stats.stats.used_blocks == 0, "its blocks are free")
+    assert settlements.usages[0].output < 500
     if where == "queue":
         assert settlements.usages[0] == Usage()
     for task in occupants:

@@ -28,4 +28,4 @@ async def test_a_gap_between_tokens_leads_to_its_trace(start: Start, ratio: floa
             assert sum(sample.value for sample in family.samples if sample.name.endswith("_count")) >= 30
             found = {sample.exemplar.labels["trace_id"] for sample in family.samples if sample.exemplar}
             assert bool(found) == linked
-            await until(lambda: found <= set(collector.traces()), "the traces that exemplars name", 15)
+            await until(lambda: found <= set(collector.traces()), "the traces that exemplars name")

@@ -87,7 +87,7 @@ async def test_a_rotated_key_passes_at_once_and_a_removed_one_ends(start: Start)
         assert (await ask(site, provider.token("second"))).status_code == 200
         assert (await ask(site, provider.token("first"))).status_code == 200
         provider.published.remove("first")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await ask(site, provider.token("first"))).status_code != 401:
                 await asyncio.sleep(0.05)
         assert (await ask(site, provider.token("second"))).status_code == 200
@@ -99,7 +99,7 @@ async def test_an_outage_is_bridged_and_then_503_with_a_time_to_retry(start: Sta
         assert (await ask(site, provider.token())).status_code == 200
         provider.up = False
         assert (await ask(site, provider.token())).status_code == 200
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (answer := await ask(site, provider.token())).status_code == 200:
                 await asyncio.sleep(0.05)
         assert answer.status_code == 503

@@ -375,7 +375,7 @@ async def test_a_long_text_is_encoded_in_another_thread_and_the_loop_goes_on(int
             threads.append(threading.current_thread().name)
             if len(text) > 100:
                 going.set()
-                assert release.wait(10)
+                assert release.wait(30)
             return [5]
 
     slow = Slow.__new__(Slow)

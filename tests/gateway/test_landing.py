@@ -29,6 +29,6 @@ async def test_equal_killers_cost_two_workers_together(start: Start) -> None:
     async with start({"models": [pool(max_running=2)]}, echo=Echo(step_s=0.01, poison=77)) as site:
         answers = await asyncio.gather(*(site.complete(prompt=[5, 77, 6]) for _ in range(8)))
         assert {answer.json()["error"]["code"] for answer in answers} == {"quarantined"}
-        await until(lambda: site.dispatcher.ready == 1, "a new worker", 10)
+        await until(lambda: site.dispatcher.ready == 1, "a new worker")
         assert site.dispatcher.workers[0].incarnation - 1 <= 2
         await site.at_rest()

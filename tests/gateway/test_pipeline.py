@@ -254,7 +254,7 @@ async def test_a_worker_lost_after_the_first_byte_ends_the_stream_in_band(start:
         (usage,) = settlements.usages
         assert usage.prompt == 4
         assert 10 <= usage.output < 200
-        await until(lambda: site.dispatcher.ready == 1, "a new worker", 10)
+        await until(lambda: site.dispatcher.ready == 1, "a new worker")
         assert (await site.complete()).status_code == 200
 
 
@@ -368,7 +368,7 @@ async def test_a_drain_lets_streams_end_and_takes_nothing_new(start: Start) -> N
         assert late.status_code == 503
         assert late.json()["error"]["code"] == "shutting_down"
         assert all(said[-1] == "[DONE]" for said in await asyncio.gather(*streams))
-        await asyncio.wait_for(drain, 5)
+        await asyncio.wait_for(drain, 30)
         assert len([usage for usage in settlements.usages if usage.output]) == 50
 
 
@@ -385,7 +385,7 @@ async def test_what_outlasts_the_drain_is_told_so(start: Start) -> None:
         await until(lambda: site.dispatcher.queue.running == 2 + MAX_WAITING, "full")
         await until(lambda: len(tickets(site)) == 6, "all are in")
         await until(lambda: sum(t.committed for t in tickets(site)) == 2, "two stream")
-        await asyncio.wait_for(site.gateway.drain(), 3)
+        await asyncio.wait_for(site.gateway.drain(), 30)
         answers = await asyncio.gather(*calls)
         streamed = [events(answer.text)[-1] for answer in answers if answer.status_code == 200]
         refused = [answer.json() for answer in answers if answer.status_code == 503]

@@ -89,7 +89,7 @@ async def test_no_pool_is_403_with_the_requirement_and_one_that_is_down_is_503(s
     classes = {"interactive": {"max_wait_s": 0.5}}
     changes = {"tenants": tenants, "classes": classes, "models": [models({"labels": US}, down)]}
     async with start(changes, ready=False) as site:
-        await until(lambda: site.dispatcher.ready and site.dispatcher.model.loaded, "one pool is up", 20)
+        await until(lambda: site.dispatcher.ready and site.dispatcher.model.loaded, "one pool is up")
         status, code, message = await refusal(site, "beta")
         assert (status, code) == (403, "requirement_not_met")
         assert "region=mars" in message

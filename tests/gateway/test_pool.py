@@ -56,7 +56,7 @@ class Dispatcher:
         self.lost.append((handle, reason))
         self.news.set()
 
-    async def until(self, wanted: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async def until(self, wanted: Callable[[], bool], timeout_s: float = 30.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not wanted():
                 self.news.clear()
@@ -164,12 +164,12 @@ async def test_a_killed_worker_is_told_of_and_replaced(start: Start, dispatcher:
     first.send(Generate("b", [2], 4000))
     await dispatcher.until(lambda: {"a", "b"} <= dispatcher.tokens.keys())
     os.kill(first.hello.pid, signal.SIGKILL)
-    await dispatcher.until(lambda: bool(dispatcher.lost), timeout_s=2.0)
+    await dispatcher.until(lambda: bool(dispatcher.lost))
     [(handle, loss)] = dispatcher.lost
     assert handle is first
     assert (loss.kind, loss.signal, loss.inflight) == (LossKind.SIGNALLED, 9, ("a", "b"))
     assert loss.computing == {"a", "b"}
-    await dispatcher.until(lambda: len(dispatcher.ready) == 2, timeout_s=10.0)
+    await dispatcher.until(lambda: len(dispatcher.ready) == 2)
     second = dispatcher.ready[1]
     assert (second.name, second.incarnation) == (first.name, 2)
     second.send(Generate("a", [3], 2))
@@ -263,7 +263,7 @@ def test_restarts_wait_twice_as_long_each_time_up_to_a_cap() -> None:
 async def test_a_worker_that_is_not_ready_in_time_is_given_up(start: Start, dispatcher: Dispatcher) -> None:
     options = SlotOptions(start_timeout_s=1.5, backoff_s=0.05, check_s=0.05)
     pool = await start(Echo(load_s=60), ready=False, options=options)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while pool.handles[0].incarnation < 2:
             await asyncio.sleep(0.05)
     assert pool.snapshot()[0]["last_loss"]["detail"] == "not ready within 1.5 s"
@@ -271,7 +271,7 @@ async def test_a_worker_that_is_not_ready_in_time_is_given_up(start: Start, disp
 
 async def test_a_worker_of_another_tokenizer_is_refused(start: Start, dispatcher: Dispatcher) -> None:
     pool = await start(Echo(tokenizer_sha256="theirs"), tokenizer="ours", ready=False)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while pool.handles[0].incarnation < 2:
             await asyncio.sleep(0.05)
     loss = pool.snapshot()[0]["last_loss"]
@@ -291,7 +291,7 @@ class Mixed:
 
 async def test_workers_of_a_pool_are_equal(start: Start, dispatcher: Dispatcher) -> None:
     pool = await start(count=2, launcher=Mixed(), ready=False)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while all(handle.incarnation < 2 for handle in pool.handles):
             await asyncio.sleep(0.05)
     assert len(pool.ready) == 1
@@ -326,7 +326,7 @@ async def test_a_listener_that_raises_does_not_stop_the_worker(start: Start, dis
     [handle] = pool.ready
     dispatcher.broken = True
     handle.send(Generate("a", [1], 3))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while handle.inflight:
             await asyncio.sleep(0.01)
     dispatcher.broken = False
@@ -356,7 +356,7 @@ async def test_cancelled_requests_end_and_free_their_blocks(start: Start, dispat
     handle.send(Generate("a", list(range(1, 60)), 3000))
     await dispatcher.until(lambda: "a" in dispatcher.tokens)
     handle.send(Cancel("a"))
-    await dispatcher.until(lambda: dispatcher.ends.get("a") == "cancelled", timeout_s=2.0)
+    await dispatcher.until(lambda: dispatcher.ends.get("a") == "cancelled")
     await dispatcher.until(lambda: handle.stats.used_blocks == 0)
     assert handle.inflight == 0
 
@@ -388,7 +388,7 @@ async def test_gateway_d7_a_static_worker_with_another_secret_is_refused(start: 
             LaunchContext(addresses=(process.address,), secret_env="S", env={"S": "not this one, sorry"})
         )
         pool = await start(launcher=launcher, ready=False)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while pool.handles[0].incarnation < 2:
                 await asyncio.sleep(0.05)
         assert pool.snapshot()[0]["last_loss"]["kind"] == "refused"
@@ -406,7 +406,7 @@ async def test_a_worker_of_another_protocol_is_refused_by_its_number(
     server.ready(Hello(PROTOCOL + 1, "w", "m", "r", "t", 16, 8, 1, 64))
     try:
         pool = await start(launcher=StaticLauncher(LaunchContext(addresses=(server.address,))), ready=False)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while pool.handles[0].incarnation < 2:
                 await asyncio.sleep(0.05)
         assert f"protocol {PROTOCOL + 1}" in pool.snapshot()[0]["last_loss"]["detail"]
@@ -435,8 +435,8 @@ class Lying:
 async def test_a_launcher_that_fails_while_its_worker_runs_ends_no_place(start: Start) -> None:
     launcher = Lying()
     pool = await start(launcher=launcher)  # a fast machine sees the first worker ready before its place gives it up
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while launcher.started < 2:
             await asyncio.sleep(0.02)
-    await pool.wait_ready(timeout_s=20)
+    await pool.wait_ready(timeout_s=30)
     assert pool.handles[0].incarnation == 2

@@ -24,7 +24,7 @@ def model(*roles: str, **engine: Any) -> dict[str, Any]:
 
 
 async def everybody(site: Site, count: int = 2) -> None:
-    await until(lambda: len(site.dispatcher.workers) == count, "all workers are there", 20)
+    await until(lambda: len(site.dispatcher.workers) == count, "all workers are there")
 
 
 async def transfers(site: Site) -> dict[str, int]:

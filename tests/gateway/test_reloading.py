@@ -120,7 +120,7 @@ async def test_a_reload_under_load(start: Start, tmp_path: Path) -> None:
         def most() -> int:
             return max(site.dispatcher.queue.running_of(TenantId(name)) for name in names)
 
-        await until(lambda: most() <= 1, "what ran before the cap has ended", 15)
+        await until(lambda: most() <= 1, "what ran before the cap has ended")
         while len(site.dispatcher.queue):
             assert most() <= 1
             await asyncio.sleep(0.005)

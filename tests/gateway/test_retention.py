@@ -30,7 +30,7 @@ async def test_a_hot_prefix_ends_with_its_window_and_is_zeroed(start: Start) -> 
         assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
         [handle] = site.dispatcher.workers
         # What is left in the end is beta's: every window of alpha was zeroed and is free.
-        await until(lambda: handle.stats.cached_blocks == 4, "swept", 5)
+        await until(lambda: handle.stats.cached_blocks == 4, "swept")
         assert site.gateway.parts.tenants.with_scopes()
 
 
@@ -39,4 +39,4 @@ async def test_what_a_worker_was_not_asked_about_is_swept_when_it_is_back(start:
         tenants = site.gateway.parts.tenants
         alpha = tenants.get("alpha")  # type: ignore[arg-type]
         tenants.used(alpha, b"old scope")
-        await until(lambda: not tenants._scopes.of(alpha.id), "swept and forgotten", 5)
+        await until(lambda: not tenants._scopes.of(alpha.id), "swept and forgotten")

@@ -82,7 +82,7 @@ async def test_thousands_of_streams_leave_no_task_and_no_memory(shared: Site) ->
         sizes.append(resident())
     assert finished + left == ROUNDS * CALLS
     assert left > ROUNDS * CALLS * 0.05
-    await until(lambda: len(asyncio.all_tasks()) <= baseline, "every task ended", 10)
+    await until(lambda: len(asyncio.all_tasks()) <= baseline, "every task ended")
     # The first round warms up. A leak of 10 KiB a call would be 15 MiB over the others.
     assert sizes[-1] - sizes[0] < 12 * MIB, [size // MIB for size in sizes]
 
@@ -112,10 +112,10 @@ async def test_connections_that_end_by_reset_are_gone(shared: Site) -> None:
     try:
         for _ in range(3):
             await many(700, one)
-            await until(lambda: not listener.server_state.connections, "every connection is gone", 10)
+            await until(lambda: not listener.server_state.connections, "every connection is gone")
             await shared.at_rest(10)
             descriptors.append(len(os.listdir("/proc/self/fd")))
         assert max(descriptors) - min(descriptors) <= 3, descriptors
-        await until(lambda: not listener.server_state.tasks, "and every request's task", 10)
+        await until(lambda: not listener.server_state.tasks, "and every request's task")
     finally:
         await listener.stop(force=True)

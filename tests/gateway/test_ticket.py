@@ -125,4 +125,4 @@ async def test_whoever_waits_is_woken_by_the_end() -> None:
     waits = [asyncio.create_task(wait()) for wait in (it.wait_dispatched, it.wait_first, it.wait_done)]
     await asyncio.sleep(0)
     it.finish(unavailable("over", "over"), 1.0)
-    await asyncio.wait_for(asyncio.gather(*waits), 1)
+    await asyncio.wait_for(asyncio.gather(*waits), 30)

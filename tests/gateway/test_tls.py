@@ -76,7 +76,7 @@ class Connection:
 
     async def get(self) -> bytes:
         self._writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        head = await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), 10)
+        head = await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), 30)
         assert head.startswith(b"HTTP/1.1 200")
         return await self._reader.readexactly(5)
 
@@ -135,7 +135,7 @@ async def test_old_protocols_and_plain_text_are_refused(authority: Authority) ->
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         with contextlib.suppress(ConnectionError):
-            assert b"200" not in await asyncio.wait_for(reader.read(), 10)
+            assert b"200" not in await asyncio.wait_for(reader.read(), 30)
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
@@ -157,7 +157,7 @@ async def test_changed_files_are_noticed_without_a_word(
         number = serial(renewed)
         shutil.move(renewed.key, pair.key)
         shutil.move(renewed.cert, pair.cert)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 connection = await Connection.to(port, authority)
                 await connection.close()

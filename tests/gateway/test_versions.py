@@ -34,7 +34,7 @@ async def scraped(site: Site) -> list[dict[str, str]]:
 
 def of(port: int) -> list[dict[str, str]]:
     """Those of the worker that listens there."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         return builds(answer.read().decode())
 
 
@@ -43,7 +43,7 @@ async def test_what_a_worker_told_is_in_the_info_metric_and_in_both_resources(st
         changes = {"telemetry": {"otlp_endpoint": collector.endpoint}, "models": [pool(count=2)]}
         async with start(changes, echo=Echo(load_s=0.5, revision="sha256:beef"), ready=False) as site:
             assert await scraped(site) == [OWN], "nobody has said hello"
-            await until(lambda: len(site.dispatcher.workers) == 2, "both are ready", 20)
+            await until(lambda: len(site.dispatcher.workers) == 2, "both are ready")
             handle = site.dispatcher.workers[0]
             assert handle.hello is not None
             told = {"model_revision": "sha256:beef", "device": "cpu", "dtype": "float32"}

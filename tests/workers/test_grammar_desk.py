@@ -261,7 +261,7 @@ class Slow:
         self.go = threading.Event()
 
     def compile(self, grammar: str) -> Any:
-        assert self.go.wait(20)
+        assert self.go.wait(30)
         return self._inner.compile(grammar)
 
 

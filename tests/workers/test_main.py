@@ -78,7 +78,7 @@ async def start(model: Path) -> AsyncIterator[Callable[..., Any]]:
 
 def scraped(port: int, name: str) -> list[Sample]:
     """The worker's samples of one metric."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     return [sample for family in families for sample in family.samples if sample.name == name]
 
@@ -147,10 +147,10 @@ async def test_it_loads_serves_and_drains_on_request(start: Callable[..., Any]) 
     client.send(Drain())
     assert await outputs(messages, "b") == first
     assert len(first) == 12
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         async for _ in messages:  # until the stream ends, in good order
             pass
-    assert (await asyncio.wait_for(worker.wait(), 20)).exit_code == 0
+    assert (await asyncio.wait_for(worker.wait(), 30)).exit_code == 0
     await client.close()
 
 
@@ -197,7 +197,7 @@ async def test_by_hand_over_tcp_it_finishes_what_runs_when_told_to_end(model: Pa
             if isinstance(message, StepOutputs):
                 total = max([total, *(output.output_tokens for output in message.outputs)])
     assert total == 400
-    assert await asyncio.wait_for(process.wait(), 20) == 0
+    assert await asyncio.wait_for(process.wait(), 30) == 0
     await client.close()
 
 

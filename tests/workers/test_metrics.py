@@ -26,7 +26,7 @@ class Clock:
 
 def scrape(port: int) -> dict[str, float]:
     """Samples by name and labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
         text = response.read().decode()
     return {
         sample.name + "".join(f",{key}={sample.labels[key]}" for key in sorted(sample.labels)): sample.value

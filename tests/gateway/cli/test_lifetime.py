@@ -85,7 +85,7 @@ def test_a_signal_drains_stops_and_exits_0(number: signal.Signals) -> None:
         assert line(process) == "start"
         process.send_signal(number)
         assert [line(process), line(process)] == ["drain", "stop"]
-        assert process.wait(10) == 0
+        assert process.wait(30) == 0
 
 
 def test_the_listener_answers_while_draining() -> None:
@@ -99,7 +99,7 @@ def test_the_listener_answers_while_draining() -> None:
         assert httpx.get(url).json() == {"draining": True}
         process.send_signal(signal.SIGINT)
         assert line(process) == "stop"
-        assert process.wait(10) == 130
+        assert process.wait(30) == 130
 
 
 def test_a_second_signal_ends_even_what_does_not_stop() -> None:
@@ -111,7 +111,7 @@ def test_a_second_signal_ends_even_what_does_not_stop() -> None:
         assert line(process) == "drain"
         process.send_signal(signal.SIGTERM)
         assert [line(process), line(process)] == ["stop", "forced"]
-        assert process.wait(10) == 130
+        assert process.wait(30) == 130
 
 
 def test_a_slow_start_can_be_stopped() -> None:
@@ -120,14 +120,14 @@ def test_a_slow_start_can_be_stopped() -> None:
         assert line(process) == "start"
         process.send_signal(signal.SIGTERM)
         assert [line(process), line(process)] == ["drain", "stop"]
-        assert process.wait(10) == 0
+        assert process.wait(30) == 0
 
 
 def test_a_failed_start_stops_what_it_started() -> None:
     with running(failing="start") as process:
         line(process)
         assert [line(process), line(process)] == ["start", "stop"]
-        assert process.wait(10) == 1
+        assert process.wait(30) == 1
 
 
 @pytest.mark.parametrize(("failing", "said"), [("", "Reloaded."), ("reload", "nothing changed: bad file")])
@@ -141,4 +141,4 @@ def test_hangup_reloads_and_the_process_lives_on(failing: str, said: str) -> Non
         assert said in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
         assert line(process) == "drain"
-        assert process.wait(10) == 0
+        assert process.wait(30) == 0

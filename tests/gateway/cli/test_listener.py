@@ -64,7 +64,7 @@ async def talk(url: str, *parts: bytes) -> tuple[bytes, bytes]:
             writer.write(part)
             await writer.drain()
             await asyncio.sleep(0.01)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             answer = await reader.read()
     except ConnectionResetError:
         answer = b""
@@ -210,7 +210,7 @@ async def test_a_peer_that_never_reads_loses_its_connection(monkeypatch: pytest.
     await listener.start()
     with socket.create_connection(bound.getsockname()) as peer:
         peer.sendall(b"GET /flood HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while not listener.server_state.total_requests:
                 await asyncio.sleep(0.01)
             while listener.server_state.connections:

@@ -106,7 +106,7 @@ async def test_figures_change_while_one_looks_and_ctrl_c_leaves_a_clean_terminal
         await top.shows(lambda frame: figure(frame, "running") == 0, "that it is gone")
         assert LEAVE not in top.written
         top.process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(top.process.wait(), 20) == 0
+        assert await asyncio.wait_for(top.process.wait(), 30) == 0
         await until(lambda: SHOW in top.written and LEAVE in top.written, "the terminal as it was")
         assert b"Traceback" not in top.written
         assert b"Aborted" not in top.written

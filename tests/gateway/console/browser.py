@@ -69,7 +69,7 @@ class Tab:
     async def open(self, path: str) -> None:
         """Go there and wait until it is live."""
         await self.page.goto(self.base + path)
-        await self.page.locator('#line[data-state="live"]').wait_for(timeout=10_000)
+        await self.page.locator('#line[data-state="live"]').wait_for(timeout=30_000)
 
     async def axe(self) -> list[str]:
         """Serious and critical violations that axe-core finds, one line each."""

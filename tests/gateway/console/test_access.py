@@ -137,7 +137,7 @@ async def test_a_stream_ends_with_its_session(start: Start) -> None:
         await mine.post("/console/login", token=TOKEN)
         await mine.get("/console/tenants")
         seen: list[str] = []
-        async with asyncio.timeout(20), mine.http.stream("GET", "/console/live/tenants") as answer:
+        async with asyncio.timeout(30), mine.http.stream("GET", "/console/live/tenants") as answer:
             async for line in answer.aiter_lines():
                 if not seen:
                     await mine.post("/console/logout")

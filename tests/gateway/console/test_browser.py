@@ -20,7 +20,7 @@ from workers.testing import Echo
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
-expect.set_options(timeout=15_000)  # a busy machine is not a fault of the pages
+expect.set_options(timeout=30_000)  # a busy machine is not a fault of the pages
 
 SETTINGS = {
     "tenants": [
@@ -69,7 +69,7 @@ async def running_job(site: Site) -> str:
     def found() -> list[str]:
         return [t.job.id for t in tickets(site) if t.first_token_at and t.job.tenant == "alpha"]
 
-    await until(found, "one of alpha's requests runs", 20)
+    await until(found, "one of alpha's requests runs")
     return found()[0]
 
 
@@ -100,7 +100,7 @@ async def test_the_overview_lives(browser: Browser, busy: Site) -> None:
         clock = opened.page.locator("[data-chart=throughput] .u-legend .u-value").first
         await expect(clock).not_to_have_text("–")
         before = await clock.text_content()
-        await expect(clock).not_to_have_text(before or "", timeout=15_000)
+        await expect(clock).not_to_have_text(before or "", timeout=30_000)
 
 
 async def test_focus_and_open_parts_survive_the_updates(browser: Browser, busy: Site) -> None:
@@ -112,7 +112,7 @@ async def test_focus_and_open_parts_survive_the_updates(browser: Browser, busy: 
         await button.focus()
         output = opened.page.locator(f"#job-{job} td[data-label=Output]")
         before = await output.text_content()
-        await expect(output).not_to_have_text(before or "", timeout=15_000)
+        await expect(output).not_to_have_text(before or "", timeout=30_000)
         await expect(button).to_be_focused()
 
 
@@ -135,7 +135,7 @@ async def test_ending_a_request_by_keyboard(browser: Browser, busy: Site) -> Non
         await opened.page.keyboard.press("Enter")
         await expect(opened.page.locator("#result")).to_contain_text(f"Request {job} ended")
         assert all(t.job.id != job for t in tickets(busy))
-        await expect(opened.page.locator(f"#job-{job}")).to_have_count(0, timeout=15_000)
+        await expect(opened.page.locator(f"#job-{job}")).to_have_count(0, timeout=30_000)
 
 
 async def test_every_control_is_reached_by_tab(browser: Browser, busy: Site) -> None:
@@ -191,7 +191,7 @@ async def test_policies_are_checked_and_swapped(browser: Browser, busy: Site) ->
         await opened.page.get_by_role("button", name="Swap").click()
         await opened.page.get_by_role("button", name="Go ahead").click()
         await expect(result).to_contain_text("scheduling is now vtc")
-        await expect(opened.page.locator("#kind-scheduling")).to_contain_text("output_cost: 3", timeout=15_000)
+        await expect(opened.page.locator("#kind-scheduling")).to_contain_text("output_cost: 3", timeout=30_000)
         assert busy.gateway.parts.runtime.current.generation == generation + 1
 
 
@@ -279,4 +279,4 @@ async def test_signing_in_and_out(browser: Browser, start: Start) -> None:
         await beside.locator('#line[data-state="live"]').wait_for()
         await opened.page.get_by_role("button", name="Sign out").click()
         await expect(opened.page).to_have_url(f"{site.admin_url}/console/login")
-        await expect(beside).to_have_url(f"{site.admin_url}/console/login", timeout=15_000)
+        await expect(beside).to_have_url(f"{site.admin_url}/console/login", timeout=30_000)

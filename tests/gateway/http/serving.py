@@ -28,7 +28,7 @@ async def serving(app: ASGIApp) -> AsyncIterator[int]:
         await server.shutdown(sockets=[bound])
 
 
-async def raw_request(port: int, data: bytes, *, timeout_s: float = 10) -> bytes:
+async def raw_request(port: int, data: bytes, *, timeout_s: float = 30.0) -> bytes:
     """Send bytes, return everything until the server closes or stays silent after a complete answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

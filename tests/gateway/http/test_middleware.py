@@ -80,7 +80,7 @@ async def server() -> AsyncIterator[int]:
 
 @pytest.fixture
 async def client(server: int) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server}", timeout=20) as made:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server}", timeout=30) as made:
         yield made
 
 
@@ -218,7 +218,7 @@ async def test_the_refusal_does_not_wait_for_the_body(server: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server)
     try:
         writer.write(head)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             answer = await reader.readuntil(b"}}")
         assert answer.startswith(b"HTTP/1.1 413 ")
         assert b"connection: close" in answer.lower()
@@ -344,7 +344,7 @@ async def test_a_caller_that_leaves_is_noticed(streamed: bool) -> None:
         await asyncio.sleep(0.05)
         assert not gone.is_set()
         writer.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await gone.wait()
 
 

@@ -65,7 +65,7 @@ async def test_leaving_reaches_the_worker_two_gateways_away_c1(front: Front, tmp
                     if line:
                         break
             [handle] = behind.dispatcher.workers
-            await until(lambda: handle.stats.used_blocks == 0 and not behind.dispatcher.in_flight, "free again", 2)
+            await until(lambda: handle.stats.used_blocks == 0 and not behind.dispatcher.in_flight, "free again")
             await site.at_rest()
             await behind.at_rest()
             [ours], [theirs] = here.usages, there.usages

@@ -177,7 +177,7 @@ async def test_a_hanging_provider_is_given_up_on() -> None:
 
     keys = KeySet(never, Idp.parse, Freshness(fetch_timeout_s=0.01), lambda: 0.0)
     with pytest.raises(PolicyUnavailableError):
-        await asyncio.wait_for(keys.find("a"), 10.0)
+        await asyncio.wait_for(keys.find("a"), 30)
 
 
 async def test_real_tokens_against_a_rotating_set() -> None:

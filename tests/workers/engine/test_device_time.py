@@ -84,8 +84,14 @@ def test_an_engine_tells_what_its_requests_took() -> None:
 
 def test_the_kinds_of_a_running_engine_add_up_to_wall_time() -> None:
     """issue 5: idle, computing and failed steps together are wall time, within a hundredth; here exactly."""
-    bench = Bench(blocks=64, clock=time.time_ns)
-    engine, begun = bench.engine, time.time_ns()
+    seen: list[int] = []
+
+    def clock() -> int:
+        seen.append(time.time_ns())
+        return seen[-1]
+
+    engine = Bench(blocks=64, clock=clock).engine
+    seen.clear()
     engine.start()
     time.sleep(0.3)
     for number in range(20):
@@ -93,7 +99,7 @@ def test_the_kinds_of_a_running_engine_add_up_to_wall_time() -> None:
         time.sleep(0.02)
     time.sleep(0.3)
     engine.stop()
-    wall, kinds = time.time_ns() - begun, engine._device.kinds
+    wall, kinds = seen[-1] - seen[0], engine._device.kinds  # of the engine's thread, which a busy machine may let wait
     assert sum(kinds.values()) == pytest.approx(wall, rel=0.01)
     assert kinds["idle"] > 0.5e9
     assert kinds["computed"] > 0

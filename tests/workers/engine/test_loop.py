@@ -92,7 +92,7 @@ def alone(generate: Generate, index: int = 0) -> list[int]:
     return solo(generate.tokens, generate.max_tokens, (generate.params.seed or 0) + index, vocab=900)
 
 
-def wait(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not happen in time"

@@ -34,7 +34,7 @@ async def test_a_child_is_told_everything_through_the_pipe_and_nothing_elsewhere
     monkeypatch.setenv("FOREBAY_CACHE", "/somewhere")
     lines: list[tuple[str, str]] = []
     worker = await run("print(json.dumps(spec), file=sys.stderr); time.sleep(60)", lines)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not lines:
             await asyncio.sleep(0.01)
     secret = worker.secret
@@ -92,7 +92,7 @@ async def test_a_child_that_ends_on_sigterm_is_not_killed() -> None:
         "signal.signal(signal.SIGTERM, lambda *a: sys.exit(0)); print('up', file=sys.stderr, flush=True);time.sleep(60)"
     )
     worker = await run(code, lines)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not lines:
             await asyncio.sleep(0.01)
     await worker.stop(20)
@@ -103,7 +103,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace() -> None:
     lines: list[tuple[str, str]] = []
     code = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', file=sys.stderr, flush=True); time.sleep(60)"
     worker = await run(code, lines)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not lines:
             await asyncio.sleep(0.01)
     await worker.stop(0.1)

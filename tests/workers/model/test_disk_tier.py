@@ -56,7 +56,7 @@ class Disk:
                 break
 
     def next(self) -> TierReport:
-        return self.reports.get(timeout=10)
+        return self.reports.get(timeout=30)
 
     def write(self, number: int, **fields: float) -> Wrote:
         self.tier.write(file(number, **fields), data(number))
@@ -315,7 +315,7 @@ def test_killed_while_it_writes(disk: Callable[..., Disk], tmp_path: Path) -> No
     with child.stdout:
         assert child.stdout.readline() == "round\n"
         child.send_signal(signal.SIGKILL)
-        child.wait(10)
+        child.wait(30)
     next(iter((tmp_path / "kv").glob("*/*"))).parent.joinpath("01").mkdir(exist_ok=True)
     (paths(tmp_path)[0].with_suffix(".tmp")).write_bytes(b"half")
     one = disk()

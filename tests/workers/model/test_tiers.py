@@ -65,7 +65,7 @@ def settle(one: Bench) -> None:
     tiers = one.engine.planner.tiers
     assert tiers is not None
     assert tiers.disk is not None
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (tiers.disk.scanning or tiers.disk.pool.used) and time.monotonic() < deadline:
         one.engine.step()
         time.sleep(0.002)
@@ -152,7 +152,7 @@ def test_a_purge_zeroes_host_memory_and_removes_files(source: Path, tmp_path: Pa
     assert slots
     assert any(any(store.host.read(slot)) for slot in slots)
     one.engine.submit(Purge("p", [b"mine"]))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not answers and time.monotonic() < deadline:
         one.engine.step()
         time.sleep(0.002)

@@ -49,7 +49,7 @@ class Worker:
         self.news.set()
 
     async def until(self, wanted: Callable[[list[Down]], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not wanted(self.heard):
                 self.news.clear()
                 await self.news.wait()
@@ -93,7 +93,7 @@ async def to_the_end(call: Any) -> None:
 
 async def heard_of(messages: AsyncIterator[Up], count: int) -> list[int]:
     tokens: list[int] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         async for message in messages:
             if isinstance(message, StepOutputs):
                 tokens += [token for output in message.outputs for token in output.tokens]
@@ -129,7 +129,7 @@ async def test_hello_waits_for_the_model(serve: Serve) -> None:
     await asyncio.sleep(0.05)
     assert not first.done()
     worker.server.ready(HELLO)
-    assert await asyncio.wait_for(first, 10) == HELLO
+    assert await asyncio.wait_for(first, 30) == HELLO
     await client.close()
 
 
@@ -269,7 +269,7 @@ async def test_a_slow_reader_gets_fewer_messages_and_every_token(serve: Serve) -
     thread.start()
     await asyncio.to_thread(thread.join)  # the loop runs on, but nobody reads the stream
     count, tokens, last = 0, [], 0
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while len(tokens) < steps * per_step:
             message = await anext(messages)
             assert isinstance(message, StepOutputs)
@@ -300,7 +300,7 @@ async def test_a_new_session_replaces_the_old_and_cancels_its_requests(serve: Se
     await asyncio.sleep(0.05)
     assert not hello.done(), "the engine still holds b"
     worker.end("b")
-    assert await asyncio.wait_for(hello, 10) == HELLO
+    assert await asyncio.wait_for(hello, 30) == HELLO
     new.send(Generate("a", [2], 4))  # the same id, in the new session
     await worker.until(lambda heard: heard[-1] == Generate("a", [2], 4))
     worker.server.publish(StepOutputs(5, [SequenceOutput("a", tokens=[2], output_tokens=1)], WorkerStats()))
@@ -366,7 +366,7 @@ async def test_a_worker_that_goes_away_breaks_the_stream(serve: Serve) -> None:
     messages = await greeted(client)
     await worker.server.stop()
     with pytest.raises(SessionError):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await anext(messages)
     await client.close()
     with pytest.raises(LinkError, match="ended"):

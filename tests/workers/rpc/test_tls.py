@@ -92,7 +92,7 @@ async def test_a_client_without_any_certificate_gets_no_call(authority: Authorit
     address = await serve(files(authority, authority.issue("worker", "127.0.0.1")))
     credentials = grpc.ssl_channel_credentials(authority.cert.read_bytes())  # type: ignore[no-untyped-call]
     async with grpc.aio.secure_channel(address, credentials) as channel:
-        call = channel.stream_stream(METHOD)(metadata=((SECRET_KEY, SECRET),), timeout=5)
+        call = channel.stream_stream(METHOD)(metadata=((SECRET_KEY, SECRET),), timeout=30)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)

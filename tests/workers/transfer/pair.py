@@ -105,12 +105,12 @@ class Side:
             self.engine.submit(message)  # type: ignore[arg-type]
 
     async def ended(self, name: str) -> SequenceOutput:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await self._ended.setdefault(name, asyncio.Event()).wait()
         return self.last[name]
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not holds():
                 await asyncio.sleep(0.01)
 

@@ -60,11 +60,11 @@ def test_a_killed_rank_ends_the_engine_at_once(spread: Bench, source: Path) -> N
     ranks.watch(lost.set)
     [rank] = ranks_of(os.getpid())
     rank.kill()
-    assert lost.wait(10)
+    assert lost.wait(30)
     with pytest.raises(RunnerLostError) as caught:
         spread.run([request("b")])
     assert isinstance(caught.value.__cause__, RunnerGoneError)
-    psutil.wait_procs([rank], timeout=10)
+    psutil.wait_procs([rank], timeout=30)
     assert ranks.alive == 1
 
 
@@ -104,7 +104,7 @@ def test_ranks_die_with_their_parent_and_not_of_its_signals(source: Path) -> Non
         assert rank.is_running()
         rank.suspend()  # not even one that cannot notice anything is left
         parent.kill()
-        assert psutil.wait_procs([rank], timeout=10)[1] == []
+        assert psutil.wait_procs([rank], timeout=30)[1] == []
     finally:
         parent.kill()
         parent.wait()
