@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from tests import again, kernels, order
+
+# Before anything loads torch or numpy: threads of several processes that share two cores mostly wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

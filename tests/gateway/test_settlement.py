@@ -107,7 +107,7 @@ class Exchange:
     async def run(self) -> None:
         """To its end, whatever that is."""
         self.task = asyncio.create_task(self.pipeline.run(COMPLETIONS, self.scope, self.receive, self.send))
-        await asyncio.wait({self.task}, timeout=5)
+        await asyncio.wait({self.task}, timeout=25)
         assert self.task.done(), "the request hangs"
 
 

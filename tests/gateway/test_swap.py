@@ -157,15 +157,13 @@ async def test_a_candidate_watches_and_takes_over(start: Start) -> None:
     async with start(changes, echo=Echo(step_s=0.004)) as site:
         calls = await backlog(site, {"alpha": 40, "beta": 40}, max_tokens=4)
         begun = await site.admin.post(
-            "/admin/policies", json={"scheduling": {"use": "vtc", "with": {"output_cost": 3}}, "shadow_s": 1}
+            "/admin/policies", json={"scheduling": {"use": "vtc", "with": {"output_cost": 3}}, "shadow_s": 2}
         )
         assert begun.status_code == 202
         assert begun.json()["policies"]["scheduling"]["use"] == "fcfs"
         assert begun.json()["shadow"]["state"] == "running"
-        await asyncio.sleep(0.4)
-        meanwhile = await policies(site)
-        seen = meanwhile["shadow"]["models"][MODEL]
-        assert seen["picks"] > 0
+        while not (await policies(site))["shadow"]["models"][MODEL]["picks"]:
+            await asyncio.sleep(0.01)
         assert site.dispatcher.snapshot()["policy"] == "fcfs"
         await until(lambda: site.gateway.parts.runtime.current.generation == 2, "the switch")
         after = await policies(site)

@@ -35,6 +35,13 @@ async def made(site: Site, **fields: Any) -> dict[str, Any]:
     return body
 
 
+async def until_refused(site: Site, secret: str) -> None:
+    """Wait until it is."""
+    async with asyncio.timeout(30):
+        while (await ask(site, secret)).status_code != 401:
+            await asyncio.sleep(0.05)
+
+
 async def test_a_key_lives_from_its_making_to_its_revocation(start: Start, tmp_path: Path) -> None:
     """The secret is shown once; on the disk and in every other answer there is nothing of it but its beginning."""
     async with start(KEPT) as site:
@@ -77,14 +84,13 @@ async def test_rotation_overlaps_and_keeps_quotas(start: Start) -> None:
     async with start({**KEPT, "tenants": tenants}) as site:
         key = await made(site)
         assert (await ask(site, key["secret"])).headers["x-ratelimit-remaining-requests"] == "2"
-        rotated = (await site.admin.post(f"/admin/keys/{key['id']}/rotate", json={"overlap_s": 0.6})).json()
+        rotated = (await site.admin.post(f"/admin/keys/{key['id']}/rotate", json={"overlap_s": 2})).json()
         assert rotated["id"] == key["id"]
         assert rotated["secret"] != key["secret"]
         assert (await ask(site, key["secret"])).status_code == 200
         assert (await ask(site, rotated["secret"])).headers["x-ratelimit-remaining-requests"] == "0"
         assert (await ask(site, rotated["secret"])).status_code == 429
-        await asyncio.sleep(0.7)
-        assert (await ask(site, key["secret"])).status_code == 401
+        await until_refused(site, key["secret"])
         again = (await site.admin.post(f"/admin/keys/{key['id']}/rotate", json={"overlap_s": 0})).json()
         assert (await ask(site, rotated["secret"])).status_code == 401
         assert (await ask(site, again["secret"])).status_code == 429
@@ -93,10 +99,9 @@ async def test_rotation_overlaps_and_keeps_quotas(start: Start) -> None:
 
 async def test_a_key_ends_when_it_expires(start: Start) -> None:
     async with start(KEPT) as site:
-        key = await made(site, expires_in_s=0.5)
+        key = await made(site, expires_in_s=2)
         assert (await ask(site, key["secret"])).status_code == 200
-        await asyncio.sleep(0.6)
-        assert (await ask(site, key["secret"])).status_code == 401
+        await until_refused(site, key["secret"])
         assert (await site.admin.get(f"/admin/keys/{key['id']}")).json()["state"] == "expired"
         refused = await site.admin.post(f"/admin/keys/{key['id']}/rotate")
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "key_expired")
@@ -345,8 +350,8 @@ async def test_a_token_that_expires_during_a_stream_ends_with_the_next_request(s
     """security 33: the stream is finished, as documented; the next request gets 401."""
     strict = {**AUTH, "with": {**AUTH["with"], "leeway_s": 0}}
     async with start({"policies": {"auth": strict}}, echo=Echo(step_s=0.02)) as site:
-        headers = {"authorization": f"Bearer {token('alpha', exp=time.time() + 1.0)}"}
-        body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 90, "stream": True}
+        headers = {"authorization": f"Bearer {token('alpha', exp=time.time() + 2.0)}"}
+        body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 150, "stream": True}
         async with site.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             assert response.status_code == 200
             lines = [line async for line in response.aiter_lines() if line]
