@@ -23,6 +23,7 @@ from policies.spi import AuthError, PolicyUnavailableError
 from policies.types import AdmissionDecision, AuthRequest, Job, Principal, QuotaDecision
 
 _log = log.get("policies")
+_JOINED = "forebay.headers"
 T = TypeVar("T")
 
 
@@ -98,8 +99,11 @@ def over_quota(decision: QuotaDecision) -> ApiError:
 
 
 def joined_headers(scope: Scope) -> dict[str, str]:
-    """Headers by lower-case name; repeated ones joined, so that two credentials are none."""
-    joined: dict[str, str] = {}
+    """Headers by lower-case name; repeated ones joined, so that two credentials are none. Made once per request."""
+    known: dict[str, str] | None = scope.get(_JOINED)
+    if known is not None:
+        return known
+    joined: dict[str, str] = scope.setdefault(_JOINED, {})
     for name, value in scope["headers"]:
         key, text = name.decode("latin-1"), value.decode("latin-1")
         joined[key] = f"{joined[key]}, {text}" if key in joined else text

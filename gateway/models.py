@@ -46,6 +46,8 @@ class ModelHandle:
     files: ModelFiles | None = None
     _tokenizer: Tokenizer | EstimatedTokenizer | None = None
     _hellos: dict[str, Hello] = field(default_factory=dict)
+    _telling: Hello | None = None
+    """The one that knows most: an engine's before an upstream's, which knows nothing of revisions and blocks."""
 
     @property
     def name(self) -> str:
@@ -87,8 +89,8 @@ class ModelHandle:
     @property
     def revision(self) -> str:
         """What the prefix keys are made with: the workers' word for their weights, else the files'."""
-        for hello in self._telling():
-            return hello.model_revision
+        if self._telling is not None:
+            return self._telling.model_revision
         return self.files.revision if self.files else ""
 
     @property
@@ -102,8 +104,8 @@ class ModelHandle:
     @property
     def block_size(self) -> int:
         """Tokens per block of the prefix keys."""
-        for hello in self._telling():
-            return hello.block_size
+        if self._telling is not None:
+            return self._telling.block_size
         return self.config.pools[0].engine.block_size
 
     def load(self, files: ModelFiles | None, tokenizer: Tokenizer | EstimatedTokenizer) -> None:
@@ -114,15 +116,16 @@ class ModelHandle:
     def worker_up(self, worker: str, hello: Hello) -> None:
         """Note a worker's figures."""
         self._hellos[worker] = hello
+        self._ask_again()
 
     def worker_gone(self, worker: str) -> None:
         """Forget a worker, unless it was the last: its figures are the best guess until the next one comes."""
         if len(self._hellos) > 1:
             self._hellos.pop(worker, None)
+            self._ask_again()
 
-    def _telling(self) -> Iterator[Hello]:
-        """Hellos, those of engines first: an upstream knows nothing of revisions and blocks."""
-        yield from sorted(self._hellos.values(), key=lambda hello: hello.upstream)
+    def _ask_again(self) -> None:
+        self._telling = min(self._hellos.values(), key=lambda hello: hello.upstream, default=None)
 
     def describe(self) -> dict[str, Any]:
         """The ``/v1/models`` entry."""

@@ -239,26 +239,38 @@ class Pipeline:
 
     async def _supervised(self, visit: Visit, body: bytes) -> None:
         """Run the work until it ends, the caller leaves or the time is up. Raises ClientDisconnect, ApiError 504."""
+        loop = asyncio.get_running_loop()
+        end = visit.too_slow = loop.create_future()
+
+        def ended(_: object = None) -> None:
+            if not end.done():
+                end.set_result(None)
+
         work = asyncio.create_task(self._work(visit, body), name="request")
         watch = asyncio.create_task(self._gone(visit), name="disconnect watch")
-        slow: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        visit.too_slow = slow
+        work.add_done_callback(ended)
+        watch.add_done_callback(ended)
         left = self._timeouts.total_s - (self._clock() - visit.arrived)
+        timer = loop.call_later(max(0.0, left), ended)
         try:
-            await asyncio.wait({work, watch, slow}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await end
+            except ApiError:  # a reader that is too slow
+                if not work.done():
+                    raise
             if work.done():
                 return work.result()
             if watch.done():
                 raise ClientDisconnect
-            if slow.done():
-                return slow.result()
             raise timed_out(f"The request took longer than {self._timeouts.total_s:g} seconds in all.", "total_timeout")
         finally:
-            work.cancel()
+            timer.cancel()
             watch.cancel()
-            await asyncio.wait({work, watch}, timeout=WORK_END_S)
-            for task in (work, watch, slow):
-                _retrieve(task)
+            if not work.done():
+                work.cancel()
+                await asyncio.wait({work, watch}, timeout=WORK_END_S)
+            watch.add_done_callback(_retrieve)  # it notices in the next turn of the loop; nobody waits for that
+            _retrieve(work)
 
     async def _gone(self, visit: Visit) -> None:
         """Return when nobody waits for the answer any more."""

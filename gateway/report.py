@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 from starlette.types import Scope
 
@@ -27,7 +26,7 @@ from gateway.telemetry import Telemetry
 from gateway.tenants import EffectiveTenant
 from gateway.trace import RequestTrace
 from gateway.visit import AnyRequest, Visit, encode_json
-from policies.types import Transition
+from policies.types import Transition, Usage
 
 _log = log.get("request")
 
@@ -130,7 +129,8 @@ class Reporter:
 
     def _summary(self, visit: Visit, now: float, keep: bool) -> log.RequestSummary:
         ticket, tenant = visit.ticket, visit.tenant
-        summary = log.RequestSummary(
+        first = ticket.first_token_at if ticket is not None else None
+        return log.RequestSummary(
             request_id=visit.request_id,
             route=visit.endpoint.route,
             outcome=visit.outcome,
@@ -143,17 +143,12 @@ class Reporter:
             service_class=_class(visit),
             model=visit.model.name if visit.model is not None else None,
             adapter=visit.adapter.name if visit.adapter is not None else None,
+            worker=ticket.worker if ticket is not None else None,
             stream=visit.request.stream if visit.request is not None else False,
-        )
-        if ticket is None:
-            return summary
-        return replace(
-            summary,
-            worker=ticket.worker,
-            usage=ticket.usage,
-            queue_wait_s=ticket.queue_wait_s,
-            first_token_s=None if ticket.first_token_at is None else ticket.first_token_at - visit.arrived,
-            preemptions=ticket.preemptions,
+            usage=ticket.usage if ticket is not None else Usage(),
+            queue_wait_s=ticket.queue_wait_s if ticket is not None else None,
+            first_token_s=None if first is None else first - visit.arrived,
+            preemptions=ticket.preemptions if ticket is not None else 0,
         )
 
 

@@ -127,6 +127,7 @@ class Runtime:
         self._retire_after_s = retire_after_s
         self._queues: Mapping[str, Queue] = {}
         self._schedulers: dict[str, SchedulingPolicy] = {}
+        self._asked: tuple[QuotaPolicy | None, QueueAware | None] = (None, None)
         self._lock = asyncio.Lock()
         self._retiring: dict[asyncio.Task[None], list[Any]] = {}
         self._before: _Before | None = None
@@ -274,9 +275,21 @@ class Runtime:
 
     def started(self, quota: QuotaPolicy, job_id: JobId) -> None:
         """A job left the queue: tell the quota policy it began with, and the live one. Raises what they raise."""
-        for policy in {id(policy): unwrap(policy) for policy in (quota, self.current.quota)}.values():
-            if isinstance(policy, QueueAware):
-                policy.started(job_id)
+        own = self._queue_aware(quota)
+        if own is not None:
+            own.started(job_id)
+        live = self.current.quota
+        if live is not quota and (other := self._queue_aware(live)) is not None and other is not own:
+            other.started(job_id)
+
+    def _queue_aware(self, quota: QuotaPolicy) -> QueueAware | None:
+        """The policy, if it wants to know of starts. Remembered for the last one: asking a class for its methods costs
+        as much as a reservation.
+        """
+        if quota is not self._asked[0]:
+            inner = unwrap(quota)
+            self._asked = quota, inner if isinstance(inner, QueueAware) else None
+        return self._asked[1]
 
     def _take_over(
         self, changes: Mapping[Kind, PolicyUse], new: Mapping[Kind, Any], schedulers: Mapping[str, SchedulingPolicy]

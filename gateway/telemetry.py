@@ -18,7 +18,7 @@ from gateway.metrics import Metrics
 from gateway.settings import Settings
 from gateway.trace import NO_TRACE, Recorder, RequestTrace
 from workers import collector
-from workers.spans import Attributes, SpanContext, SpanData, new_span_id, new_trace_id
+from workers.spans import Attributes, SpanContext, new_span_id, new_trace_id
 
 if TYPE_CHECKING:
     from workers.telemetry import SpanSink
@@ -142,7 +142,7 @@ class Telemetry:
             context,
             parent,
             attributes,
-            export=self._submit,
+            export=self._sink.build,
             sampled=self._head,
             slow_s=self._slow_s,
             captures_content=self._captures_content,
@@ -161,10 +161,6 @@ class Telemetry:
         """Send what is left, for at most ``timeout_s`` (blocking: call it in a thread or after the loop)."""
         if self._sink is not None:
             self._sink.shutdown(timeout_s)
-
-    def _submit(self, spans: list[SpanData]) -> None:
-        if self._sink is not None:
-            self._sink.submit(spans)
 
 
 def setup(

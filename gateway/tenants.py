@@ -129,6 +129,8 @@ class Tenants:
         self._prices = {name: price.to_price() for name, price in settings.prices.models.items()}
         self._listed = {TenantId(tenant.id): self._effective(tenant.id, tenant) for tenant in settings.tenants}
         self._defaults = settings.tenant_defaults
+        self._plain: dict[TenantId, EffectiveTenant] = {}
+        """Listed tenants as callers have them that belong to no group and are no user with limits of their own."""
 
     def get(self, tenant: TenantId) -> EffectiveTenant:
         """The tenant's snapshot. Raises ApiError 403 for one that is not listed while there are no defaults."""
@@ -143,8 +145,17 @@ class Tenants:
         return replace(found, epoch=self.epoch(tenant), window=self._window(tenant, found.privacy))
 
     def of(self, principal: Principal) -> EffectiveTenant:
-        """The tenant of a verified caller, with what this caller may ask for. Raises as ``get``."""
-        return self.get(principal.tenant).narrowed(principal)
+        """The tenant of a verified caller, with what this caller may ask for. Raises as ``get``.
+
+        Callers whom nothing narrows share one snapshot, for as long as it is the same.
+        """
+        tenant = principal.tenant
+        own, known = self._listed.get(tenant), self._plain.get(tenant)
+        if own is None or principal.user in own.users or not own.groups.keys().isdisjoint(principal.groups):
+            return self.get(tenant).narrowed(principal)
+        if known is None or known.epoch != self.epoch(tenant) or known.window != self._window(tenant, own.privacy):
+            known = self._plain[tenant] = self.get(tenant).narrowed(principal)
+        return known
 
     def knows(self, tenant: TenantId) -> bool:
         """Whether requests of ``tenant`` are served at all."""

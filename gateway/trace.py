@@ -27,19 +27,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
 from gateway.errors import Outcome
 from workers.spans import (
     GAP_NS,
     Attributes,
+    Kind,
     Link,
     SpanContext,
     SpanData,
+    Value,
     child_of,
     clean,
     format_traceparent,
+    new_span_id,
 )
 
 Station = Literal["admission", "auth", "tokenize", "quota reserve", "queue", "route", "quota settle"]
@@ -132,25 +134,54 @@ _NO_SPAN = Span()
 NO_TRACE = RequestTrace()
 
 
-class _OpenSpan(Span):
-    __slots__ = ("_clock", "data")
+class _Record(Span):
+    """A span as the request path keeps it: what is dropped in the end never becomes more than this."""
 
-    def __init__(self, data: SpanData, clock: Callable[[], int]) -> None:
-        self.data = data
+    __slots__ = ("_clock", "attributes", "end_ns", "error", "kind", "name", "retry_of", "span_id", "start_ns")
+
+    def __init__(
+        self, name: str, kind: Kind, start_ns: int, attributes: dict[str, Value], clock: Callable[[], int]
+    ) -> None:
+        self.name = name
+        self.kind: Kind = kind
+        self.span_id = new_span_id()
+        self.start_ns = start_ns
+        self.end_ns = 0
+        self.attributes = attributes
+        self.error = False
+        self.retry_of: int | None = None
+        """The span of the first attempt."""
         self._clock = clock
 
     def set(self, attributes: Attributes) -> None:
-        if not self.data.end_ns:
-            self.data.attributes.update((key, value) for key, value in attributes.items() if value is not None)
+        if not self.end_ns:
+            self.attributes.update(clean(attributes))
 
     def fail(self, error_type: str) -> None:
-        if not self.data.end_ns:
-            self.data.error = True
-            self.data.attributes["error.type"] = error_type
+        if not self.end_ns:
+            self.error = True
+            self.attributes["error.type"] = error_type
 
     def end(self) -> None:
-        if not self.data.end_ns:
-            self.data.end_ns = max(self._clock(), self.data.start_ns + 1)
+        if not self.end_ns:
+            self.end_ns = max(self._clock(), self.start_ns + 1)
+
+    def data(self, root: SpanContext) -> SpanData:
+        """As a child of ``root``, to be exported."""
+        links = []
+        if self.retry_of is not None:
+            links.append(Link(child_of(root, span_id=self.retry_of), {"forebay.link": "retry_of"}))
+        return SpanData(
+            self.name,
+            child_of(root, span_id=self.span_id),
+            root,
+            self.kind,
+            self.start_ns,
+            self.end_ns,
+            self.attributes,
+            links=links,
+            error=self.error,
+        )
 
 
 def wall_clock() -> Callable[[], int]:
@@ -160,7 +191,7 @@ def wall_clock() -> Callable[[], int]:
 
 
 class Recorder(RequestTrace):
-    """Keeps a request's spans as plain data until ``finish`` exports or drops them."""
+    """Keeps a request's spans as plain figures until ``finish`` exports or drops them."""
 
     __slots__ = (
         "_chats", "_children", "_clock", "_export", "_head", "_ratio", "_root", "_slow_first_byte_s", "_slow_s",
@@ -174,21 +205,24 @@ class Recorder(RequestTrace):
         parent: SpanContext | None,
         attributes: Attributes,
         *,
-        export: Callable[[list[SpanData]], None],
+        export: Callable[[Callable[[], list[SpanData]], int], object],
         sampled: Callable[[SpanContext, SpanContext | None, float | None], bool],
         slow_s: float,
         captures_content: bool = False,
         clock: Callable[[], int] | None = None,
     ) -> None:
-        """``sampled(context, parent, tenant_ratio)`` is the head decision, asked when needed."""
+        """``sampled(context, parent, tenant_ratio)`` is the head decision, asked when needed.
+
+        ``export`` gets what makes the spans, to call it elsewhere, and how many these are.
+        """
         self._clock = clock or wall_clock()
         self._export = export
         self._head = sampled
         self._ratio: float | None = None
         self._slow_s = slow_s
         self._slow_first_byte_s: float | None = None
-        self._children: list[SpanData] = []
-        self._chats: list[SpanData] = []
+        self._children: list[_Record] = []
+        self._chats: list[_Record] = []
         self._root = SpanData(
             name, context, parent, kind="server", start_ns=self._clock(), attributes=clean(attributes)
         )
@@ -226,8 +260,8 @@ class Recorder(RequestTrace):
             return _NO_SPAN
         span = self._child(f"chat {model}", "client", attributes)
         if self._chats:
-            span.data.links.append(Link(self._chats[0].context, {"forebay.link": "retry_of"}))
-        self._chats.append(span.data)
+            span.retry_of = self._chats[0].span_id
+        self._chats.append(span)
         return span
 
     def content(self, *, input_messages: str | None = None, output_messages: str | None = None) -> None:
@@ -241,8 +275,9 @@ class Recorder(RequestTrace):
             self._root.events.append((name, self._clock(), {}))
 
     def inject(self) -> dict[str, str]:
-        context = self._chats[-1].context if self._chats else self._root.context
-        return format_traceparent(replace(context, sampled=self._sampled()))
+        root = self._root.context
+        span_id = self._chats[-1].span_id if self._chats else root.span_id
+        return format_traceparent(SpanContext(root.trace_id, span_id, self._sampled(), root.tracestate))
 
     def finish(
         self,
@@ -274,8 +309,12 @@ class Recorder(RequestTrace):
         self.keep = why is not None
         if why is not None:
             root.attributes["forebay.kept"] = why
-            self._export([root, *self._children])
+            self._export(self._spans, 1 + len(self._children))
         return self.keep
+
+    def _spans(self) -> list[SpanData]:
+        """Parents first. Nothing changes any more by now."""
+        return [self._root, *(record.data(self._root.context) for record in self._children)]
 
     def _why_kept(self, outcome: Outcome) -> Kept | None:
         """None: it is dropped. Shed goes first: a draining gateway's 503 is a refusal, and callers decide how many."""
@@ -298,20 +337,20 @@ class Recorder(RequestTrace):
         limit = self._slow_first_byte_s
         return first is not None and limit is not None and first - root.start_ns > limit * 1e9
 
-    def _child(self, name: str, kind: Literal["internal", "client"], attributes: Attributes) -> _OpenSpan:
-        self._close_open(None)
+    def _child(self, name: str, kind: Kind, attributes: Attributes) -> _Record:
         start = self._clock()
         if self._children:
-            start = max(start, self._children[-1].end_ns + GAP_NS)
-        parent = self._root.context
-        data = SpanData(name, child_of(parent), parent, kind=kind, start_ns=start, attributes=clean(attributes))
-        self._children.append(data)
-        return _OpenSpan(data, self._clock)
+            last = self._children[-1]  # only the last one can be open
+            last.end()
+            start = max(start, last.end_ns + GAP_NS)
+        record = _Record(name, kind, start, clean(attributes), self._clock)
+        self._children.append(record)
+        return record
 
     def _close_open(self, error_type: str | None) -> None:
         """End the last child if it is open: only the last one can be."""
         if self._children and not self._children[-1].end_ns:
-            span = _OpenSpan(self._children[-1], self._clock)
-            if error_type is not None and not span.data.error:
-                span.fail(error_type)
-            span.end()
+            record = self._children[-1]
+            if error_type is not None and not record.error:
+                record.fail(error_type)
+            record.end()

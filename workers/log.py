@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -32,6 +33,7 @@ _CREDENTIAL = re.compile(
     r"|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*"  # a JSON web token
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in a URL
 )
+_SHORTEST_CREDENTIAL = len("://u:p@")
 _OURS = ("forebay", "gateway", "policies", "workers")
 _QUIET = {"uvicorn.access": logging.CRITICAL + 1, "uvicorn.error": logging.WARNING, "urllib3": logging.ERROR}
 
@@ -60,9 +62,7 @@ def configure(
         _exceptions,
         _scrub,
     ]
-    renderer: Processor = (
-        structlog.dev.ConsoleRenderer(colors=stream.isatty()) if console else structlog.processors.JSONRenderer()
-    )
+    renderer: Processor = structlog.dev.ConsoleRenderer(colors=stream.isatty()) if console else _json
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -120,6 +120,13 @@ class _Lines:
             handler.release()
 
     debug = info = warning = error = critical = msg
+
+
+_encode = json.JSONEncoder(default=repr).encode
+
+
+def _json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+    return _encode(event)
 
 
 class _Service:
@@ -184,4 +191,6 @@ def _scrub(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
 
 
 def _clean(text: str) -> str:
-    return escaped(_CREDENTIAL.sub("[redacted]", text))
+    if len(text) >= _SHORTEST_CREDENTIAL:
+        text = _CREDENTIAL.sub("[redacted]", text)
+    return text if text.isascii() and text.isprintable() else escaped(text)

@@ -116,6 +116,7 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
     from gateway.cli.lifetime import run
     from gateway.cli.listener import Listener, url_of
     from gateway.cli.model import progress_bar
+    from gateway.collection import keep_what_is_here
     from gateway.compose import build
     from policies.spi import PolicyStartError
 
@@ -136,6 +137,7 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
         if start.ready_file is not None:
             _write_ready(start.ready_file, base_url, admin_url)
         say(_banner(start, base_url, admin_url))
+        keep_what_is_here()
 
     def forced() -> None:
         if start.ready_file is not None:

@@ -1,6 +1,6 @@
 """The edge: pure ASGI around the routes, so that every answer, also a stream and an error, has the same manners.
 
-``guard(app)`` stacks, from outside in: ``RequestId``, ``Limits`` (headers, body, encodings), ``Errors``, the routes.
+``guard(app)``: a request id, limits (headers, body, encodings), errors, around the routes.
 
 Rules
 - Limits are checked before anything is parsed; a body is counted as it arrives, whatever Content-Length says.
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -34,12 +34,12 @@ MAX_HEADER_BYTES = 64 * 1024
 DRAIN_BYTES = 32 * 2**20
 DRAIN_S = 5.0
 _REQUEST_ID = "forebay.request_id"
-_SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 def guard(app: ASGIApp, *, max_body_bytes: int) -> ASGIApp:
     """The whole edge around ``app``."""
-    return RequestId(Limits(Errors(app), max_body_bytes=max_body_bytes))
+    return _Guard(app, max_body_bytes)
 
 
 def request_id(scope: Scope) -> str:
@@ -47,97 +47,134 @@ def request_id(scope: Scope) -> str:
     return str(scope[_REQUEST_ID])
 
 
-class RequestId:
-    """Gives every request an id, and every answer the header."""
+class _Guard:
+    """Refuses what is too much or encoded, and turns what the routes raise into an answer.
 
-    def __init__(self, app: ASGIApp) -> None:
+    One layer for all of it: each layer of its own would cost every message of every stream a call.
+    """
+
+    def __init__(self, app: ASGIApp, max_body: int) -> None:
         self._app = app
+        self._max_body = max_body
+        self._log = log.get("gateway.http")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        scope[_REQUEST_ID] = given if _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = scope[_REQUEST_ID]
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-class Limits:
-    """Refuses what is too much or encoded; counts the body as it comes."""
-
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
-        self._app = app
-        self._max_body = max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+        head = _Head(scope["headers"])
+        scope[_REQUEST_ID] = head.request_id
+        exchange = _Exchange(head, receive, send, self._max_body)
+        try:
+            refusal = head.refusal(self._max_body)
+            if refusal is None:
+                await self._app(scope, exchange.receive, exchange.send)
+                return
+        except ClientDisconnect:
             return
-        body = _Body(scope, receive, send, self._max_body)
-        refusal = _refuse_head(scope["headers"], self._max_body)
-        if refusal is None:
-            await self._app(scope, body.receive, body.send)
-        else:
-            await send_error(body.send, refusal)
+        except ApiError as error:
+            refusal = error
+        except HTTPException as error:
+            refusal = from_http(error)
+        except Exception as error:
+            started, failure = exchange.started, log.describe(error)
+            self._log.error("request_failed", request_id=head.request_id, started=started, failure=failure)
+            refusal = internal()
+        if not exchange.started:
+            # Returning without completing a started answer makes the server cut the connection: the caller
+            # sees a broken stream, never a complete one.
+            await send_error(exchange.send, refusal)
 
 
-def _refuse_head(headers: list[tuple[bytes, bytes]], max_body: int) -> ApiError | None:
-    size = sum(len(name) + len(value) for name, value in headers)
-    if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
-        return bad_request(
-            f"At most {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes of them are accepted, "
-            f"got {len(headers)} with {size} bytes.",
-            code="headers_too_large",
-            status=431,
-        )
-    for name, value in headers:
-        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+class _Head:
+    """What the edge goes by in a request's headers, read in one pass."""
+
+    __slots__ = ("_count", "_encoded", "_lengths", "_size", "chunked", "request_id")
+
+    def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
+        self._count = len(headers)
+        self._size = 0
+        self._encoded = False
+        self._lengths: list[bytes] = []
+        self.chunked = False
+        given: bytes | None = None
+        for name, value in headers:
+            self._size += len(name) + len(value)
+            if name == b"content-length":
+                self._lengths.append(value)
+            elif name == b"transfer-encoding":
+                self.chunked = True
+            elif name == b"content-encoding":
+                self._encoded = self._encoded or value.strip().lower() not in (b"", b"identity")
+            elif name == b"x-request-id" and given is None:
+                given = value
+        sane = given is not None and _SANE_ID.fullmatch(given)
+        self.request_id = given.decode("ascii") if given is not None and sane else f"req_{secrets.token_hex(12)}"
+
+    @property
+    def has_body(self) -> bool:
+        """Whether a body follows, going by what they say."""
+        return self.chunked or (bool(self._lengths) and self._lengths[-1].strip(b"0") != b"")
+
+    def refusal(self, max_body: int) -> ApiError | None:
+        """Why it is refused whatever the body holds; None: it is not."""
+        if self._count > MAX_HEADERS or self._size > MAX_HEADER_BYTES:
+            return bad_request(
+                f"At most {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes of them are accepted, "
+                f"got {self._count} with {self._size} bytes.",
+                code="headers_too_large",
+                status=431,
+            )
+        if self._encoded:
             return bad_request("Send the body uncompressed.", code="unsupported_encoding", status=415)
-        if name == b"content-length" and (not value.isdigit() or len(value) > 18 or int(value) > max_body):
+        if any(not value.isdigit() or len(value) > 18 or int(value) > max_body for value in self._lengths):
             return too_large(max_body)
-    return None
+        return None
 
 
-class _Body:
-    """One request's body: counted on the way in, thrown away when the answer does not wait for it."""
+class _Exchange:
+    """One request's messages: its body is counted on the way in, and thrown away when the answer does not wait for it;
+    the answer gets its id.
+    """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limit: int) -> None:
-        names = {name: value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
-        self._pending = b"transfer-encoding" in names or names.get(b"content-length", b"0").strip(b"0") != b""
+    __slots__ = ("_id", "_limit", "_pending", "_receive", "_received", "_send", "started")
+
+    def __init__(self, head: _Head, receive: Receive, send: Send, limit: int) -> None:
+        self._id = head.request_id.encode()
+        self._pending = head.has_body
         self._limit = limit
         self._received = 0
         self._receive = receive
         self._send = send
+        self.started = False
+        """The answer has begun."""
 
     async def receive(self) -> Message:
         """The next message. Raises ApiError 413 once there is more than the limit."""
-        message = await self._next()
+        message = await self._receive()
+        self._count(message)
         if self._received > self._limit:
             raise too_large(self._limit)
         return message
 
-    async def _next(self) -> Message:
-        message = await self._receive()
+    def _count(self, message: Message) -> None:
         if message["type"] == "http.request":
             self._received += len(message.get("body", b""))
             self._pending = message.get("more_body", False)
         else:
             self._pending = False
-        return message
 
     async def send(self, message: Message) -> None:
         """Pass the answer on; drain what the caller is still sending before the answer is complete."""
-        if message["type"] == "http.response.start" and self._pending:
-            MutableHeaders(scope=message)["connection"] = "close"
-        elif message["type"] == "http.response.body" and self._pending and not message.get("more_body", False):
+        if message["type"] == "http.response.start":
+            self.started = True
+            headers = [header for header in message.get("headers", ()) if header[0] != b"x-request-id"]
+            headers.append((b"x-request-id", self._id))
+            message = {**message, "headers": headers}
+            if self._pending:
+                MutableHeaders(scope=message)["connection"] = "close"
+        elif self._pending and message["type"] == "http.response.body" and not message.get("more_body", False):
             await self._send({**message, "more_body": True})
             await self._drain()
             message = {"type": "http.response.body", "body": b"", "more_body": False}
@@ -147,49 +184,9 @@ class _Body:
         try:
             async with asyncio.timeout(DRAIN_S):
                 while self._pending and self._received <= self._limit + DRAIN_BYTES:
-                    await self._next()
+                    self._count(await self._receive())
         except TimeoutError:
             self._pending = False
-
-
-class Errors:
-    """Turns what the routes raise into an answer, or ends the connection when one has begun."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._log = log.get("gateway.http")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        started = False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched_send)
-        except ClientDisconnect:
-            return
-        except ApiError as error:
-            refusal = error
-        except HTTPException as error:
-            refusal = from_http(error)
-        except Exception as error:
-            self._log.error(
-                "request_failed", request_id=request_id(scope), started=started, failure=log.describe(error)
-            )
-            refusal = internal()
-        else:
-            return
-        if not started:
-            # Returning without completing a started answer makes the server cut the connection: the caller
-            # sees a broken stream, never a complete one.
-            await send_error(send, refusal)
 
 
 def from_http(error: HTTPException) -> ApiError:
