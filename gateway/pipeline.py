@@ -270,7 +270,8 @@ class Pipeline:
                 work.cancel()
                 await asyncio.wait({work, watch}, timeout=WORK_END_S)
             watch.add_done_callback(_retrieve)  # it notices in the next turn of the loop; nobody waits for that
-            _retrieve(work)
+            for future in (work, end):
+                _retrieve(future)
 
     async def _gone(self, visit: Visit) -> None:
         """Return when nobody waits for the answer any more."""

@@ -5,6 +5,8 @@ Rules
   requests per second are what is left for the gateway beside its client and its worker.
 - Added time is the time through the gateway minus the median time of the same request straight to the stub.
 - A run that had errors says so; its figures are of what succeeded.
+- Machines differ, and one differs from hour to hour: a bare echo (``echo_server.py``) is measured by the same client in
+  the same run, and the gateway's processor time per request is told, which others on the machine change less.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from gateway.bench.online import run_loop
 from gateway.bench.render import Table
 from gateway.bench.report import Report, machine, software
 from gateway.bench.serve import Attack, Server, figures
-from gateway.bench.stage import INPUT, MODEL, TENANTS, Stage, staged
+from gateway.bench.stage import INPUT, MODEL, TENANTS, Stage, echoing, staged
 from gateway.bench.traffic import Prompts, Shot, Tenant, synthetic
 
 RATE = 100.0
@@ -53,6 +55,8 @@ QUICK = Sizes(seconds=2.0, requests=300, concurrency=16, streams=8, stream_token
 def gateway_report(source: str, sizes: Sizes, display: Display) -> Report:
     """All runs. Raises BenchError."""
     report = Report("gateway", {**software(), "machine": machine()}, {"rate": RATE, "source": source})
+    with echoing() as url:
+        report.runs += run_loop(_bare(url, sizes, display))
     for ratio in (1.0, 0.1):
         with staged(source, sample_ratio=ratio) as stage:
             report.runs += run_loop(_fast(stage, sizes, ratio, display))
@@ -78,14 +82,51 @@ async def _fast(stage: Stage, sizes: Sizes, ratio: float, display: Display) -> l
             whole = run[f"e2e_{q}_ms"]
             run[f"added_{q}_ms"] = None if whole is None else round(whole - stage.direct_ms, 3)
         runs.append(run)
-        with display.task(f"{name}: as many as go, {sizes.concurrency} under way") as tick:
-            shots = _shots(f"{name}/closed", sizes.requests, callers, 1)
-            lines = await Attack(server, callers, client).closed_loop(shots, sizes.concurrency, tick)
-        runs.append({"name": f"closed loop, {name}", **metrics.summarise(lines)})
-        with display.task(f"{name}: {sizes.streams} streams") as tick:
-            shots = _shots(f"{name}/streams", sizes.streams, callers, sizes.stream_tokens)
-            lines = await Attack(server, callers, client).closed_loop(shots, sizes.streams, tick)
-        runs.append({"name": f"{sizes.streams} streams, {name}", **metrics.summarise(lines)})
+        for load in _loads(stage.url, sizes):
+            with display.task(f"{name}: {load.name}") as tick:
+                before, shots = stage.cpu_s(), _shots(f"{name}/{load.name}", load.requests, callers, load.tokens)
+                lines = await Attack(load.server, callers, client).closed_loop(shots, load.under_way, tick)
+            made = metrics.summarise(lines)
+            after, done = stage.cpu_s(), made["requests"] - made["failed"]
+            if before is not None and after is not None and done:
+                made["gateway_cpu_us"] = round((after - before) / done * 1e6)
+            runs.append({"name": f"{load.name}, {name}", **made})
+    finally:
+        client.close()
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A closed loop."""
+
+    name: str
+    server: Server
+    requests: int
+    under_way: int
+    tokens: int
+
+
+def _loads(url: str, sizes: Sizes) -> list[_Load]:
+    """What is asked of the gateway and of the bare echo alike."""
+    whole, streamed = Server(url, MODEL, streamed=False), Server(url, MODEL)
+    at_once, streams = sizes.concurrency, sizes.streams
+    return [
+        _Load(f"{at_once} under way", whole, sizes.requests, at_once, 1),
+        _Load(f"{at_once} under way, streamed", streamed, sizes.requests, at_once, 1),
+        _Load(f"{streams} streams", streamed, streams, streams, sizes.stream_tokens),
+    ]
+
+
+async def _bare(url: str, sizes: Sizes, display: Display) -> list[dict[str, Any]]:
+    """The echo."""
+    callers, client, runs = [Tenant(name, "none") for name in TENANTS], HttpClient(url), []
+    try:
+        for load in _loads(url, sizes):
+            with display.task(f"bare echo: {load.name}") as tick:
+                shots = _shots(f"echo/{load.name}", load.requests, callers, load.tokens)
+                lines = await Attack(load.server, callers, client).closed_loop(shots, load.under_way, tick)
+            runs.append({"name": f"{load.name}, bare echo", **metrics.summarise(lines)})
     finally:
         client.close()
     return runs
@@ -185,11 +226,23 @@ def _silent(done: int, total: int) -> None:
 
 def gateway_table(runs: Sequence[dict[str, Any]]) -> Table:
     """The runs, a row each."""
-    columns = ("run", "requests", "failed", "requests/s", "tokens/s", "p50 ms", "p99 ms", "added p50", "added p99")
+    columns = (
+        "run",
+        "requests",
+        "failed",
+        "requests/s",
+        "tokens/s",
+        "p50 ms",
+        "p99 ms",
+        "added p50",
+        "added p99",
+        "CPU µs",
+    )
     table = Table("gateway: JWT, quotas, fair queue and traces on, a stub worker behind it", columns)
     for run in runs:
         p50, p99 = run.get("healthz_p50_ms", run.get("e2e_p50_ms")), run.get("healthz_p99_ms", run.get("e2e_p99_ms"))
         rates = run.get("requests_s"), run.get("output_tokens_s")
         added = run.get("added_p50_ms"), run.get("added_p99_ms")
-        table.add(run["name"], run["requests"], run.get("failed", 0), *rates, p50, p99, *added)
+        cpu = run.get("gateway_cpu_us")
+        table.add(run["name"], run["requests"], run.get("failed", 0), *rates, p50, p99, *added, cpu)
     return table

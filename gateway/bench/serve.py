@@ -40,6 +40,8 @@ class Server:
     ignore_eos: bool = True
     """Ask that end tokens do not end an answer: a common extension that the public OpenAI service refuses."""
     timeout_s: float = 600.0
+    streamed: bool = True
+    """Ask for streams; else for answers in one piece, whose tokens all come with the last byte."""
 
     @property
     def base(self) -> str:
@@ -100,6 +102,9 @@ class _Reader:
             except msgspec.DecodeError:
                 self.line.error = "not_json"
 
+    def ended(self) -> None:
+        """The answer's last byte was there."""
+
     def _take(self, event: _Event, now: float) -> None:
         line = self.line
         if event.error is not None:
@@ -111,6 +116,25 @@ class _Reader:
             line.output_tokens = event.usage.completion_tokens or None
             details = event.usage.prompt_tokens_details
             line.cached = details.cached_tokens if details is not None else line.cached
+
+
+@dataclass(slots=True)
+class _Whole(_Reader):
+    """The same for an answer in one piece."""
+
+    pieces: list[bytes] = field(default_factory=list)
+    last: float = 0.0
+
+    def __call__(self, data: bytes, arrived: float) -> None:
+        self.pieces.append(data)
+        self.last = arrived
+
+    def ended(self) -> None:
+        self.complete = True
+        try:
+            self._take(_decode(b"".join(self.pieces)), self.last - self.start)
+        except msgspec.DecodeError:
+            self.line.error = "not_json"
 
 
 class Attack:
@@ -159,7 +183,7 @@ class Attack:
     async def _fire(self, shot: Shot, name: str, start: float, submitted: float) -> Timeline:
         caller = self._callers[shot.tenant]
         line = Timeline(name, shot.input_tokens, submitted, tenant=caller.name)
-        reader = _Reader(line, start)
+        reader = _Reader(line, start) if self._server.streamed else _Whole(line, start)
         try:
             await self._client.stream(
                 "POST",
@@ -172,6 +196,7 @@ class Attack:
         except HttpError as error:
             line.error = error.code
         else:
+            reader.ended()
             if line.error is None and not reader.complete:
                 line.error = "stream_incomplete"
         line.finished = time.perf_counter() - start
@@ -179,13 +204,9 @@ class Attack:
 
     def _body(self, shot: Shot) -> bytes:
         server = self._server
-        fields: dict[str, Any] = {
-            "model": server.model,
-            "max_tokens": shot.max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        fields: dict[str, Any] = {"model": server.model, "max_tokens": shot.max_tokens, "temperature": 0}
+        if server.streamed:
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
         if server.endpoint == "chat":
             fields["messages"] = [{"role": "user", "content": shot.prompt}]
         else:

@@ -50,6 +50,16 @@ class Stage:
     """A token per tenant."""
     direct_ms: float
     """A one-token request straight to the stub, before the gateway took it: the median of a few hundred."""
+    pid: int
+    """The gateway's process."""
+
+    def cpu_s(self) -> float | None:
+        """Seconds of processor time that the gateway has used, threads and kernel included; None: not told here."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
@@ -81,7 +91,16 @@ def staged(source: str, *, sample_ratio: float, step_s: float = 0.0) -> Iterator
         )
         info = json.loads(_wait(lambda: ready.read_text() if ready.exists() else "", gateway, folder, "gateway"))
         _wait(lambda: "ready" if _is_ready(info["url"]) else "", gateway, folder, "gateway")
-        yield Stage(info["url"], info["admin_url"], _tokens(key), direct_ms)
+        yield Stage(info["url"], info["admin_url"], _tokens(key), direct_ms, gateway.pid)
+
+
+@contextlib.contextmanager
+def echoing() -> Iterator[str]:
+    """Start the bare echo that the gateway is held against; its URL. Raises BenchError."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-bench-")))
+        echo = stack.enter_context(_process(folder, "echo", [sys.executable, "-m", "gateway.bench.echo_server"]))
+        yield f"http://127.0.0.1:{_wait(lambda: _first_line(folder / 'echo.out'), echo, folder, 'echo')}"
 
 
 async def _direct(address: str, secret: str) -> float:
