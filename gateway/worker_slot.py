@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,6 +40,20 @@ _KINDS = {
 _LAST_OUTPUTS_S = 0.5
 """After its process ended, how long to read what a worker still sent; and after its stream broke, how long to wait for
 the process's exit, which says more."""
+
+
+PART = 128
+"""Requests whose news are handed on in one turn of the event loop: a step of thousands would stop all else meanwhile."""
+
+
+def in_parts(report: StepOutputs) -> Iterator[StepOutputs]:
+    """The same news in reports of at most ``PART`` outputs, in order; a small one is itself."""
+    outputs = report.outputs
+    if len(outputs) <= PART:
+        yield report
+        return
+    for begin in range(0, len(outputs), PART):
+        yield with_fields(report, outputs=outputs[begin : begin + PART])
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +203,10 @@ class WorkerSlot:
                         return WorkerLoss(LossKind.PROTOCOL, wrong)
                 elif isinstance(message, StepOutputs):
                     handle.received(message)
-                    self._tell("on_outputs", partial(self._listener.on_outputs, handle, message))
+                    for part in in_parts(message):
+                        self._tell("on_outputs", partial(self._listener.on_outputs, handle, part))
+                        if part is not message:
+                            await asyncio.sleep(0)
                 elif isinstance(message, AdapterAnswer):
                     handle.adapters.answered(message)
                 else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from gateway import worker_slot
 from gateway.pool import LossKind, Pool, SlotOptions, WorkerGoneError, WorkerHandle, WorkerLoss, WorkerState
 from gateway.settings import Launch
 from gateway.settings import Pool as PoolConfig
@@ -129,6 +131,44 @@ async def test_workers_start_serve_and_stop(start: Start, dispatcher: Dispatcher
     assert not any(map(alive, pids))
     assert [loss.kind for _, loss in dispatcher.lost] == [LossKind.STOPPED] * 2
     assert pool.ready == []
+
+
+async def test_a_long_report_is_handed_on_in_parts_and_others_have_their_turn_between(
+    start: Start, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,000 streams of one worker are told of in one message: ``/healthz`` does not wait for all of them."""
+    monkeypatch.setattr(worker_slot, "PART", 3)
+    sizes: list[int] = []
+    turns: list[int] = []
+    turn = 0
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    taken = dispatcher.on_outputs
+
+    def on_outputs(handle: WorkerHandle, outputs: StepOutputs) -> None:
+        sizes.append(len(outputs.outputs))
+        turns.append(turn)
+        taken(handle, outputs)
+
+    monkeypatch.setattr(dispatcher, "on_outputs", on_outputs)
+    pool = await start(Echo(step_s=0.05))
+    [handle] = pool.ready
+    counting = asyncio.create_task(count())
+    for number in range(20):
+        handle.send(Generate(f"r{number}", [5, 6, 7], 4))
+    await dispatcher.until(lambda: len(dispatcher.ends) == 20)
+    counting.cancel()
+    assert all(tokens == [5, 6, 7, 5] for tokens in dispatcher.tokens.values())
+    assert max(sizes) == 3, "reports were longer than a part, or this shows nothing"
+    for before, after in itertools.pairwise(range(len(sizes))):
+        if sizes[before] == 3:
+            assert turns[after] > turns[before]
+    assert handle.inflight == 0
 
 
 async def test_a_stop_lets_running_requests_finish(start: Start, dispatcher: Dispatcher) -> None:
