@@ -43,7 +43,7 @@ the process's exit, which says more."""
 
 
 PART = 128
-"""Requests whose news are handed on in one turn of the event loop: a step of thousands would stop all else meanwhile."""
+"""Requests whose news are handed on in one turn of the event loop: a step of thousands would stop all else."""
 
 
 def in_parts(report: StepOutputs) -> Iterator[StepOutputs]:
