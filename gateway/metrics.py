@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -45,6 +45,9 @@ class Buckets:
     """Cumulative; one more than bounds: the last is everything. Empty before the first observation."""
 
 
+M = TypeVar("M", Counter, Histogram)
+
+
 class Names:
     """A label's values: the known ones, or the first ``room`` that come; everything else is ``other``."""
 
@@ -70,6 +73,23 @@ class Observe(Protocol):
     def __call__(self, amount: float, exemplar: dict[str, str] | None = None) -> None: ...
 
 
+class Children(Generic[M]):
+    """A metric's children by their labels, for what is counted per token or several times a request: the library's own
+    look-up converts and locks each time. As bounded as the labels are.
+    """
+
+    def __init__(self, metric: M) -> None:
+        self.metric = metric
+        self._found: dict[tuple[str, ...], M] = {}
+
+    def labels(self, *values: str) -> M:
+        """As the metric's."""
+        child = self._found.get(values)
+        if child is None:
+            child = self._found[values] = self.metric.labels(*values)
+        return child
+
+
 class Metrics:
     """All metrics of one gateway process."""
 
@@ -93,11 +113,11 @@ class Metrics:
         )
         self.configure(settings)
         new = self._counter
-        self._requests = new("requests", "Requests that ended.", "tenant", "class", "model", "outcome")
+        self._requests = Children(new("requests", "Requests that ended.", "tenant", "class", "model", "outcome"))
         self._shed = new("shed", "Requests turned away although well-formed.", "tenant", "class", "reason")
-        self._service = new("service_tokens", "Tokens charged.", "tenant", "class", "kind")
-        self._quota = new("quota_decisions", "Verdicts of the quota policy.", "tenant", "class", "decision")
-        self._routes = new("route_decisions", "Dispatches.", "worker", "reason")
+        self._service = Children(new("service_tokens", "Tokens charged.", "tenant", "class", "kind"))
+        self._quota = Children(new("quota_decisions", "Verdicts of the quota policy.", "tenant", "class", "decision"))
+        self._routes = Children(new("route_decisions", "Dispatches.", "worker", "reason"))
         self._disconnects = new("client_disconnects", "Clients that left before their answer was complete.")
         self._slow_readers = new("slow_readers", "Streams ended because their reader did not read.")
         self._source_errors = new("gauge_source_errors", "Gauge sources that failed during a scrape.")
@@ -105,20 +125,17 @@ class Metrics:
         self._stale = new("stale_worker_dispatches", "Dispatches without fresh figures of the worker.", "worker")
         self._spans_exported = new("spans_exported", "Spans the collector took.")
         self._spans_dropped = new("spans_dropped", "Spans lost on the way to the collector.", "reason")
-        self._queue_wait = self._histogram("queue_wait_seconds", "From entry to dispatch.", _SECONDS, "model", "class")
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds",
-            "From arrival to the first output token.",
-            _FIRST_TOKEN_SECONDS,
-            "model",
-            "class",
+        self._queue_wait = Children(
+            self._histogram("queue_wait_seconds", "From entry to dispatch.", _SECONDS, "model", "class")
+        )
+        first, whole = "From arrival to the first output token.", "From arrival to the last byte."
+        self._first_token = Children(
+            self._histogram("time_to_first_token_seconds", first, _FIRST_TOKEN_SECONDS, "model", "class")
         )
         self._inter_token = self._histogram(
             "inter_token_latency_seconds", "Between output tokens of a choice.", _TOKEN_SECONDS, "model", "class"
         )
-        self._duration = self._histogram(
-            "request_duration_seconds", "From arrival to the last byte.", _SECONDS, "model", "class"
-        )
+        self._duration = Children(self._histogram("request_duration_seconds", whole, _SECONDS, "model", "class"))
         self._policy = self._histogram("policy_seconds", "Time inside a policy's call.", _CALL_SECONDS, "policy")
         self._loop_lag = self._histogram(
             "event_loop_lag_seconds", "How late the event loop runs what is due.", _TOKEN_SECONDS
@@ -157,7 +174,7 @@ class Metrics:
 
     def first_token(self) -> Buckets:
         """Times to first token, since the start."""
-        return _buckets(self._first_token)
+        return _buckets(self._first_token.metric)
 
     def between_tokens(self) -> Buckets:
         """Times between tokens, since the start."""
