@@ -79,7 +79,7 @@ class Children(Generic[M]):
     """
 
     def __init__(self, metric: M) -> None:
-        self.metric = metric
+        self.metric: M = metric
         self._found: dict[tuple[str, ...], M] = {}
 
     def labels(self, *values: str) -> M:
