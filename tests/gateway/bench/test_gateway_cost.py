@@ -34,6 +34,7 @@ def test_a_row_per_run() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_every_run_succeeds(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     result = CliRunner().invoke(app, ["bench", "gateway", "--quick", "--json", str(path)])
