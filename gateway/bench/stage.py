@@ -49,7 +49,8 @@ class Stage:
     tokens: dict[str, str]
     """A token per tenant."""
     direct_ms: float
-    """A one-token request straight to the stub, before the gateway took it: the median of a few hundred."""
+    """A one-token request straight to the stub, before the gateway took it: the median of a few hundred; 0 for
+    a stub that pauses."""
     pid: int
     """The gateway's process."""
 
@@ -81,7 +82,7 @@ def staged(source: str, *, sample_ratio: float, step_s: float = 0.0) -> Iterator
         worker.stdin.write(spec_line(spec, address, secret, os.getpid()))
         worker.stdin.flush()
         _wait(lambda: "there" if (folder / "w.sock").exists() else "", worker, folder, "worker")
-        direct_ms = asyncio.run(_direct(address, secret))
+        direct_ms = asyncio.run(_direct(address, secret)) if not step_s else 0.0
         config = folder / "gateway.yaml"
         config.write_text(json.dumps(_config(source, address, f"http://127.0.0.1:{port}", sample_ratio)))
         ready = folder / "ready.json"
