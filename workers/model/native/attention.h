@@ -11,7 +11,9 @@
 // - Nothing of a lane that its sequence has not written reaches a result, be it NaN: scores of such keys are replaced,
 //   such values are not read. Only where values go in pairs is one read: the writer of its partner zeroed it, or it is
 //   a byte, and those are all finite.
-// - Scores are in units of log2(e), so that their exponentials are powers of two.
+// - Scores are in units of log2(e), so that their exponentials are powers of two, and relative to a reference that is
+//   near the highest score so far, not equal to it: as in FlashAttention-4 it moves only when a score is 2^kSlack times
+//   above, so that few groups search their highest score and rescale what was summed up. Weights are at most 2^kSlack.
 // - A decode reads its keys and values once, from memory: with each line of a group the same line of the next group is
 //   fetched into L2, at the end that of the next task. (Into L2, since L1 can wait for two dozen lines only.)
 #pragma once
@@ -26,33 +28,32 @@ constexpr int kSubs = kGroup / kLanes;  // sub-blocks of a group
 constexpr int kSplit = 1024;            // tokens of one task
 constexpr int kFew8 = 2 * kQueries;     // queries that read bytes as they lie; for more they are widened first
 constexpr int kMaxQueries = 96;         // of a tile, each head's filled up to whole register tiles
+constexpr float kSlack = 8;             // how far scores may rise above a query's reference before that is raised
 constexpr float kLog2e = 1.44269504088896341f;
 
 // Scores of Q queries against B sub-blocks of keys, fetching as many lines of `ahead`. q: [dim/K][kQueries][K].
 template <class C, int Q, int B>
-inline void score(const typename C::T* q, const typename C::S* const* k, const typename C::S* const* ahead, int dim, float* s,
-                  const float* scale) {
+inline void score(const typename C::T* q, const typename C::S* const* k, const typename C::S* const* ahead, int dim, float* s) {
   constexpr int K = C::K;
   typename C::A a[Q][B];
-  for (int i = 0; i < Q; i++)
-    for (int b = 0; b < B; b++) a[i][b] = C::none();
+  unrolled<Q>([&](auto i) { unrolled<B>([&](auto b) { a[i][b] = C::none(); }); });
   for (long at = 0; at < long(dim) * kLanes; at += kLanes * K * C::kPerLine) {
-#pragma GCC unroll 2
-    for (int part = 0; part < C::kPerLine; part++, q += kQueries * K) {
+    unrolled<C::kPerLine>([&](auto part) {
       typename C::W w[B];
-      for (int b = 0; b < B; b++) {
+      unrolled<B>([&](auto b) {
         w[b] = C::loadw(k[b] + at + part * kLanes * K);
         if (part == 0) prefetch_l2(ahead[b] + at);
-      }
-#pragma GCC unroll 6
-      for (int i = 0; i < Q; i++)
-        for (int b = 0; b < B; b++) a[i][b] = C::mac(a[i][b], w[b], q + i * K);
-    }
+      });
+      unrolled<Q>([&](auto i) {
+        unrolled<B>([&](auto b) { a[i][b] = C::mac(a[i][b], w[b], q + (part * kQueries + i) * K); });
+      });
+    });
+    q += C::kPerLine * kQueries * K;
   }
-  for (int b = 0; b < B; b++) {
+  unrolled<B>([&](auto b) {
     if (C::kScaled) prefetch_l2(ahead[b] + 2L * kLanes * dim);
-    for (int i = 0; i < Q; i++) store(s + i * kGroup + b * kLanes, mul(C::score(a[i][b], k[b], dim), set1(scale[i])));
-  }
+    unrolled<Q>([&](auto i) { store(s + i * kGroup + b * kLanes, C::score(a[i][b], k[b], dim)); });
+  });
 }
 
 // acc[q][0..16*N) += p[q] * V over the first `tokens` tokens of the group (rounded up to K), less `skip` sub-blocks.
@@ -63,39 +64,39 @@ inline void weigh(const typename C::T* p, const typename C::S* const* k, const t
   constexpr int K = C::K;
   const long values = long(kLanes) * dim + long(d0) * K;
   typename C::A a[Q][N];
-  for (int i = 0; i < Q; i++)
-    for (int n = 0; n < N; n++) a[i][n] = C::begin(acc + i * dim + d0 + 16 * n);
+  unrolled<Q>([&](auto i) { unrolled<N>([&](auto n) { a[i][n] = C::begin(acc + i * dim + d0 + 16 * n); }); });
   for (int b = skip; b * kLanes < tokens; b++) {
     const int lanes = tokens - b * kLanes < kLanes ? tokens - b * kLanes : kLanes;
     const typename C::S *row = k[b] + values, *then = ahead[b] + values;
     const typename C::T* weight = p + b * kLanes;
     for (int t = 0; t < lanes; t += K, row += dim * K, then += dim * K, weight += K) {
       typename C::W w[N];
-      for (int n = 0; n < N; n++) {
+      unrolled<N>([&](auto n) {
         w[n] = C::loadw(row + 16 * n * K);
         if (n % C::kPerLine == 0) prefetch_l2(then + 16 * n * K);
-      }
-#pragma GCC unroll 6
-      for (int i = 0; i < Q; i++)
-        for (int n = 0; n < N; n++) a[i][n] = C::mac(a[i][n], w[n], weight + i * kGroup);
+      });
+      unrolled<Q>([&](auto i) {
+        unrolled<N>([&](auto n) { a[i][n] = C::mac(a[i][n], w[n], weight + i * kGroup); });
+      });
     }
   }
-  for (int i = 0; i < Q; i++)
-    for (int n = 0; n < N; n++) {
+  unrolled<Q>([&](auto i) {
+    unrolled<N>([&](auto n) {
       float* to = acc + i * dim + d0 + 16 * n;
       store(to, C::end(a[i][n], to, unit[i]));
-    }
+    });
+  });
 }
 
 // All scores of up to Q queries: as many sub-blocks at a time as registers hold.
 template <class C, int Q>
 inline void scores(int n, const typename C::T* q, const typename C::S* const* k, const typename C::S* const* ahead, int subs,
-                   int dim, float* s, const float* scale) {
+                   int dim, float* s) {
   if constexpr (Q > 0) {
-    if (n != Q) return scores<C, Q - 1>(n, q, k, ahead, subs, dim, s, scale);
+    if (n != Q) return scores<C, Q - 1>(n, q, k, ahead, subs, dim, s);
     int b = 0;
-    for (; b + kWide <= subs; b += kWide) score<C, Q, kWide>(q, k + b, ahead + b, dim, s + b * kLanes, scale);
-    for (; b < subs; b++) score<C, Q, 1>(q, k + b, ahead + b, dim, s + b * kLanes, scale);
+    for (; b + kWide <= subs; b += kWide) score<C, Q, kWide>(q, k + b, ahead + b, dim, s + b * kLanes);
+    for (; b < subs; b++) score<C, Q, 1>(q, k + b, ahead + b, dim, s + b * kLanes);
   }
 }
 
@@ -129,7 +130,7 @@ struct Context {
 
 // Some KV heads, `n` queries of each (rows x heads of the group, in order of position), and tokens [from, to) of one
 // sequence. Heads lie side by side in the cache, so several of one group of tokens are read in longer stretches than one.
-// position[i] is query i's; acc/m/l are its running numerator, maximum and denominator (in 16 lanes).
+// position[i] is query i's; acc/l are its running numerator and denominator (in 16 lanes), m what they are relative to.
 template <class P, class C>
 struct Tile {
   typedef typename C::S S;
@@ -217,14 +218,14 @@ struct Tile {
     const int seen = std::min(position[i + count - 1] + 1, end);
     if (seen <= base) return;  // later queries see them
     const int subs = (seen - base + kLanes - 1) / kLanes;
-    scores<F, kQueries>(count, q + spot(i, dim), k, ahead, subs, dim, s, scale + i);
+    scores<F, kQueries>(count, q + spot(i, dim), k, ahead, subs, dim, s);
     for (int j = 0; j < count; j++) soften<F>(i + j, j, base, subs, k, window, softcap, dim);
     // Sub-blocks wholly before every window may be another sequence's by now: their values are not read.
     const int skip = window > 0 ? std::max(0, position[i] + 1 - window - base) / kLanes : 0;
     weighs<F, kQueries>(count, p, k, ahead, skip, seen - base, dim, acc + long(i) * dim, unit);
   }
 
-  // Turns query i's scores, the j-th of this register tile, into weights and keeps its maximum and denominator.
+  // Turns query i's scores, the j-th of this register tile, into weights and keeps its reference and denominator.
   template <class F>
   void soften(int i, int j, int base, int subs, const typename F::S* const* k, int window, float softcap, int dim) {
     const int hi = position[i] + 1 - base, lo = window > 0 ? position[i] + 1 - window - base : 0;
@@ -236,34 +237,30 @@ struct Tile {
 
   template <class F, bool Whole>
   void soften(int i, int j, int subs, const typename F::S* const* k, int lo, int hi, float softcap, int dim) {
-    const int n = Whole ? kSubs : subs;
     const float* from = s + j * kGroup;
     T* to = p + j * kGroup;
-    V x[kSubs], top = set1(-INFINITY);
-    for (int b = 0; b < n; b++) {
+    V x[kSubs], top = set1(-INFINITY), by = set1(softcap > 0 ? 1.f : scale[i]);
+    unrolled<kSubs>([&](auto b) {
+      if (!Whole && b >= subs) return;
       x[b] = load(from + b * kLanes);
       if (softcap > 0) {  // cap * tanh(x / cap), tanh(u) = 1 - 2 / (e^2u + 1)
-        V e = exp(mul(x[b], set1(2.f / softcap)));
+        V e = exp(mul(x[b], set1(scale[i] * 2.f / softcap)));
         x[b] = mul(set1(softcap * kLog2e), sub(set1(1.f), div(set1(2.f), add(e, set1(1.f)))));
       }
       if (!Whole) x[b] = keep(x[b], lane(lo - b * kLanes), lane(hi - b * kLanes), set1(-INFINITY));
       top = max(top, x[b]);
-    }
-    const float now = hmax(top), next = now > m[i] ? now : m[i];
-    if (next == -INFINITY) {  // nothing visible yet
-      std::memset(to, 0, n * kLanes * sizeof(T));
+    });
+    if (any_above(mul(top, by), set1(m[i] + kSlack))) raise(i, softcap > 0 ? hmax(top) : hmax(top) * scale[i], dim);
+    if (m[i] == -INFINITY) {  // nothing visible yet
+      std::memset(to, 0, subs * kLanes * sizeof(T));
       unit[j] = 0;
       return;
     }
+    const V less = set1(-m[i]);
     V sum = load(l[i]);
-    if (next > m[i] && m[i] != -INFINITY) {
-      const V c = exp2<F32>(set1(m[i] - next));
-      sum = mul(sum, c);
-      for (int d = 0; d < dim; d += 16) store(acc + long(i) * dim + d, mul(load(acc + long(i) * dim + d), c));
-    }
-    m[i] = next;
-    for (int b = 0; b < n; b++) {
-      V e = exp2<P>(sub(x[b], set1(next)));
+    unrolled<kSubs>([&](auto b) {
+      if (!Whole && b >= subs) return;
+      V e = exp2<P>(fma(x[b], by, less));
       if (!Whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());
       sum = add(sum, e);
       if constexpr (F::kScaled) {
@@ -274,9 +271,19 @@ struct Tile {
       } else {
         P::store(to + b * kLanes, e);
       }
-    }
-    if constexpr (F::kScaled) unit[j] = F::weights(x, n, to);
+    });
+    if constexpr (F::kScaled) unit[j] = F::weights(x, subs, to);
     store(l[i], sum);
+  }
+
+  // From now on query i's weights are relative to 2^now.
+  [[gnu::noinline]] void raise(int i, float now, int dim) {
+    if (m[i] != -INFINITY) {
+      const V c = exp2<F32>(set1(m[i] - now));
+      store(l[i], mul(load(l[i]), c));
+      for (int d = 0; d < dim; d += 16) store(acc + long(i) * dim + d, mul(load(acc + long(i) * dim + d), c));
+    }
+    m[i] = now;
   }
 
   static int lane(int i) { return i < 0 ? 0 : (i > kLanes ? kLanes : i); }

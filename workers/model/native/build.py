@@ -35,6 +35,7 @@ SOURCES = (
     "draw.h",
     "abi.h",
     "adapted.h",
+    "plan.h",
     "step.cpp",
 )
 OPTIONS = ("-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread", "-w")

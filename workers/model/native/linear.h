@@ -33,11 +33,11 @@ inline V gelu(V x) {
 
 typedef V Sums[kRows][2];  // of a register tile
 
-// a += x w over k, for R rows. `Streamed`: w comes from memory and is fetched ahead.
+// sums = x w over k, for R rows. `Streamed`: w comes from memory and is fetched ahead.
 template <class P, int R, bool Streamed>
 void accumulate(const typename P::T* x, long ldx, const typename P::T* w, long k, Sums& sums) {
   V a[R][2];
-  for (int r = 0; r < R; r++) a[r][0] = sums[r][0], a[r][1] = sums[r][1];
+  unrolled<R>([&](auto r) { a[r][0] = a[r][1] = zero(); });
   for (long i = 0; i < k; i += P::K) {
     typename P::W w0 = P::loadw(w), w1 = P::loadw(w + 16 * P::K);
     for (int b = 0; Streamed && b < 128; b += 64) {
@@ -45,13 +45,12 @@ void accumulate(const typename P::T* x, long ldx, const typename P::T* w, long k
       prefetch((const char*)w + kNear + b);
     }
     w += kPanel * P::K;
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
+    unrolled<R>([&](auto r) {
       a[r][0] = P::mac(a[r][0], w0, x + r * ldx + i);
       a[r][1] = P::mac(a[r][1], w1, x + r * ldx + i);
-    }
+    });
   }
-  for (int r = 0; r < R; r++) sums[r][0] = a[r][0], sums[r][1] = a[r][1];
+  unrolled<R>([&](auto r) { sums[r][0] = a[r][0], sums[r][1] = a[r][1]; });
 }
 
 template <class P>
@@ -72,7 +71,7 @@ template <class P, class Read, int R>
 void fused(const typename P::T* x, long ldx, const uint8_t* panel, long k, typename P::T* out, long next, Sums& sums) {
   constexpr int K = P::K;
   V a[R + 1][2];
-  for (int r = 0; r < R; r++) a[r][0] = sums[r][0], a[r][1] = sums[r][1];
+  unrolled<R>([&](auto r) { a[r][0] = a[r][1] = zero(); });
   for (long g = 0; g < k; g += kGroup32) {
     Read group(panel, g / kGroup32);
     for (long i = g; i < std::min(k, g + kGroup32); i += kStride) {
@@ -83,15 +82,14 @@ void fused(const typename P::T* x, long ldx, const uint8_t* panel, long k, typen
 #pragma GCC unroll 2
         for (int j = 0; j < K; j++) low[j] = group.vector(2 * K * t + j), high[j] = group.vector(2 * K * t + K + j);
         const typename P::W w0 = P::weights(low, out), w1 = P::weights(high, out + 16 * K);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
+        unrolled<R>([&](auto r) {
           a[r][0] = P::mac(a[r][0], w0, x + r * ldx + i + t * K);
           a[r][1] = P::mac(a[r][1], w1, x + r * ldx + i + t * K);
-        }
+        });
       }
     }
   }
-  for (int r = 0; r < R; r++) sums[r][0] = a[r][0], sums[r][1] = a[r][1];
+  unrolled<R>([&](auto r) { sums[r][0] = a[r][0], sums[r][1] = a[r][1]; });
 }
 
 template <class P>
@@ -150,7 +148,6 @@ inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, lo
     for (long t = 0; t < tiles; t++) {
       const long r = rows * t / tiles, n = rows * (t + 1) / tiles - r;
       Sums sums;
-      for (long i = 0; i < n; i++) sums[i][0] = sums[i][1] = zero();
       if (l.kind == kDense)
         accumulator<P, true>(n)(x + r * l.k, l.k, (const typename P::T*)panel, l.k, sums);
       else if (t == 0)

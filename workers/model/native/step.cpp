@@ -12,8 +12,11 @@
 #include "adapted.h"
 #include "attention.h"
 #include "memory.h"
+#include "plan.h"
 #include "pool.h"
 #include "rows.h"
+
+#include <functional>
 
 using namespace fb;
 
@@ -22,12 +25,6 @@ namespace {
 constexpr long kFew = 8;           // rows that every thread norms for itself: cheaper than to wait for each other
 constexpr long kBlock = 128;       // rows whose inputs stay in a core's cache while all columns pass by
 constexpr long kIdle = 384 << 10;  // bytes of the next linear that a thread fetches while it waits
-
-struct Task {
-  int chunk, row, rows, head, heads, split, splits;
-  bool own;      // the chunk is this row alone: the task rotates its q, k and stores its k, v
-  long partial;  // offset of its first query's partial result, when splits > 1
-};
 
 struct Engine {
   const int max_rows, max_samples;
@@ -38,7 +35,8 @@ struct Engine {
 
 struct Job {
   FbStep s;
-  int tasks, spread, split;
+  Counts every, last;  // of all layers but the last, and of that
+  bool ending;         // the last layer goes on with the rows that sample only
   LoraWork lora;
 };
 
@@ -77,8 +75,7 @@ struct Impl final : Engine {
   Array<float> x, qkv, tmp;
   Array<T> xb, q, att, h;
   std::vector<float> partial;
-  std::vector<Task> tasks;
-  std::vector<int> spread;  // rows that are not their chunk's only one
+  Plan every, last;
   Adapted<P> lora;
   std::vector<int> wanted;  // rows that sample: ours, since a late thread may still look at them
   std::vector<Local<P, C>> local;
@@ -144,12 +141,12 @@ struct Impl final : Engine {
 
   // The linear `site` of a layer with what adapters add to it.
   template <int E>
-  bool adapted(Walk& walk, const Job& job, Site site, const FbLayer& layer, const Linear& l, const T* in, void* out, long ldo,
-               const Linear* next) {
-    if (!job.lora.groups[site]) return panels<E>(walk, l, in, job.s.rows, out, ldo, next);
+  bool adapted(Walk& walk, const Job& job, Site site, const FbLayer& layer, const Linear& l, const T* in, long n, void* out,
+               long ldo, const Linear* next) {
+    if (!job.lora.groups[site]) return panels<E>(walk, l, in, n, out, ldo, next);
     const int group = m.head_dim / kLanes;
     const Low<P> low = lora.of(job.s, &layer - layers.data(), site, m.heads * group, (m.heads + m.kv_heads) * group);
-    return lora.shrink(walk, job.lora, low, in, l.k) && panels<E>(walk, l, in, job.s.rows, out, ldo, next, &low);
+    return lora.shrink(walk, job.lora, low, in, l.k) && panels<E>(walk, l, in, n, out, ldo, next, &low);
   }
 
   struct Fetch {
@@ -208,35 +205,6 @@ struct Impl final : Engine {
     for (int g = 0; g < m.kv_heads; g++) remember(s, l, i, g, alone);
   }
 
-  // Attention's tasks and the rows to scatter before, the same for every layer. True when some context is longer than
-  // one split. A task of a prompt is many rows of one head, one of a decode all heads of its row; where there are few of
-  // either they are cut finer, for all threads to have some.
-  bool plan(const FbStep& s) {
-    const int group = m.heads / m.kv_heads, most = kMaxQueries / group;
-    const int tall = int(std::max(1L, std::min(long(most), long(s.rows) * m.kv_heads / (4 * threads))));
-    const int wide = s.chunks < 4 * threads ? 1 : kMaxQueries / ((group + kQueries - 1) / kQueries * kQueries);
-    long at = 0;
-    tasks.clear();
-    spread.clear();
-    for (int c = 0; c < s.chunks; c++) {
-      const bool own = s.count[c] == 1;
-      for (int r = 0; r < s.count[c] && !own; r++) spread.push_back(s.first[c] + r);
-      for (int r = 0; r < s.count[c]; r += tall) {
-        const int n = std::min(s.count[c] - r, tall), row = s.first[c] + r, context = s.positions[row + n - 1] + 1;
-        const int splits = (context + kSplit - 1) / kSplit;
-        for (int g = 0, heads; g < m.kv_heads; g += heads) {
-          heads = own ? std::min(wide, m.kv_heads - g) : 1;
-          for (int i = 0; i < splits; i++) tasks.push_back({c, row, n, g, heads, i, splits, own, at});
-          if (splits > 1) at += long(n) * group * heads * splits * (m.head_dim + 2);
-        }
-      }
-    }
-    if (tasks.size() > size_t(kMaxTasks)) throw std::bad_alloc();
-    if (long(partial.size()) < at) partial.resize(at);
-    std::copy(s.sample_rows, s.sample_rows + s.samples, wanted.begin());
-    return at > 0;
-  }
-
   // Row and query head of a task's query j.
   long place(const Task& task, int j) const {
     const int group = m.heads / m.kv_heads, n = task.rows * group;
@@ -256,7 +224,7 @@ struct Impl final : Engine {
             m.block_size / kLanes, m.kv_heads, task.head, m.head_dim};
   }
 
-  void attend(const FbStep& s, const FbLayer& l, int index, Local<P, C>& mine) {
+  void attend(const FbStep& s, const FbLayer& l, const std::vector<Task>& tasks, int index, Local<P, C>& mine) {
     const Task& task = tasks[index];
     const int D = m.head_dim, n = task.rows * (m.heads / m.kv_heads), all = task.heads * n;
     Tile<P, C>& tile = mine.tile;
@@ -312,30 +280,50 @@ struct Impl final : Engine {
     }
   }
 
-  // x += linear(in), through the model's norm after the block where it has one (Gemma 2 and 3).
-  bool residual(Walk& walk, const Job& job, Site site, const FbLayer& layer, const Linear& l, const T* in, const float* post,
-                const Linear* next) {
-    if (!post) return adapted<kAdd>(walk, job, site, layer, l, in, x.data(), m.hidden, next);
-    return adapted<kStore>(walk, job, site, layer, l, in, tmp.data(), m.hidden, next) && rows(walk, job.s.rows, [&](long i) {
+  // x += linear(in) for so many rows, through the model's norm after the block where it has one (Gemma 2 and 3).
+  bool residual(Walk& walk, const Job& job, Site site, const FbLayer& layer, const Linear& l, const T* in, long n,
+                const float* post, const Linear* next) {
+    if (!post) return adapted<kAdd>(walk, job, site, layer, l, in, n, x.data(), m.hidden, next);
+    return adapted<kStore>(walk, job, site, layer, l, in, n, tmp.data(), m.hidden, next) && rows(walk, n, [&](long i) {
              norm_add(tmp.data() + i * m.hidden, post, m.hidden, m.eps, x.data() + i * m.hidden);
            });
   }
 
-  bool layer(const Job& job, const FbLayer& l, const Linear* next, Walk& walk) {
+  bool attention(Walk& walk, const Job& job, const FbLayer& l, const Plan& plan, const Counts& counts) {
     const FbStep& s = job.s;
     Local<P, C>& mine = local[walk.thread];
-    const auto every = [](long i) { return i; };
-    const T* in = normed(walk, s.rows, l.attn_norm, every);
-    if (!in || !adapted<kStore>(walk, job, kQkv, l, l.qkv, in, qkv.data(), l.qkv.n, &l.o)) return false;
-    if (job.spread && !rows(walk, job.spread, [&](long i) { scatter(s, l, spread[i]); })) return false;
-    if (!walk.each(job.tasks, [&](int i) { attend(s, l, i, mine); }, Fetch{mine})) return false;
-    if (job.split && !walk.each(job.tasks, [&](int i) { merge(tasks[i]); })) return false;
-    if (!residual(walk, job, kOutput, l, l.o, att.data(), l.post_attn_norm, &l.gate_up)) return false;
-    in = normed(walk, s.rows, l.ffn_norm, every);
-    if (!in || !(m.gelu ? adapted<kGelu>(walk, job, kGateUp, l, l.gate_up, in, h.data(), m.ffn, &l.down)
-                        : adapted<kSilu>(walk, job, kGateUp, l, l.gate_up, in, h.data(), m.ffn, &l.down)))
+    return (!counts.spread || rows(walk, counts.spread, [&](long i) { scatter(s, l, plan.spread[i]); })) &&
+           walk.each(counts.tasks, [&](int i) { attend(s, l, plan.tasks, i, mine); }, Fetch{mine}) &&
+           (!counts.split || walk.each(counts.tasks, [&](int i) { merge(plan.tasks[i]); }));
+  }
+
+  // Rows that sample move to the front: each goes to where no row is that is still wanted.
+  bool gather(Walk& walk, long n) {
+    const long width = long(m.heads) * m.head_dim;
+    return walk.each(1, [&](int) {
+      for (long i = 0; i < n; i++) {
+        std::memmove(x.data() + i * m.hidden, x.data() + wanted[i] * m.hidden, sizeof(float) * m.hidden);
+        std::memmove(att.data() + i * width, att.data() + wanted[i] * width, sizeof(T) * width);
+      }
+    });
+  }
+
+  bool layer(const Job& job, const FbLayer& l, const Linear* next, Walk& walk) {
+    const FbStep& s = job.s;
+    const bool ending = job.ending && &l == &layers.back();
+    const long n = ending ? s.samples : s.rows;
+    const auto all = [](long i) { return i; };
+    const T* in = normed(walk, s.rows, l.attn_norm, all);
+    if (!in || !adapted<kStore>(walk, job, kQkv, l, l.qkv, in, s.rows, qkv.data(), l.qkv.n, &l.o)) return false;
+    if (!attention(walk, job, l, ending ? last : every, ending ? job.last : job.every)) return false;
+    if (!n) return true;
+    if (ending && !gather(walk, n)) return false;
+    if (!residual(walk, job, kOutput, l, l.o, att.data(), n, l.post_attn_norm, &l.gate_up)) return false;
+    in = normed(walk, n, l.ffn_norm, all);
+    if (!in || !(m.gelu ? adapted<kGelu>(walk, job, kGateUp, l, l.gate_up, in, n, h.data(), m.ffn, &l.down)
+                        : adapted<kSilu>(walk, job, kGateUp, l, l.gate_up, in, n, h.data(), m.ffn, &l.down)))
       return false;
-    return residual(walk, job, kDown, l, l.down, h.data(), l.post_ffn_norm, next);
+    return residual(walk, job, kDown, l, l.down, h.data(), n, l.post_ffn_norm, next);
   }
 
   void work(const Job& job, Walk& walk) {
@@ -345,7 +333,7 @@ struct Impl final : Engine {
     for (size_t i = 0; i < layers.size(); i++)
       if (!layer(job, layers[i], i + 1 < layers.size() ? &layers[i + 1].qkv : &m.head, walk)) return;
     if (!s.samples) return;
-    const T* in = normed(walk, s.samples, m.norm, [&](long i) { return long(wanted[i]); });
+    const T* in = normed(walk, s.samples, m.norm, [&](long i) { return job.ending ? i : long(wanted[i]); });
     if (!in || !panels<kStore>(walk, m.head, in, s.samples, s.logits, m.head.n, nullptr)) return;
     Draw& draw = local[walk.thread].draw;
     walk.each(s.samples, [&](int i) { finish(s, s.logits + i * m.head.n, i, draw); });
@@ -359,8 +347,13 @@ struct Impl final : Engine {
   }
 
   void step(const FbStep& s) override {
-    const bool split = plan(s);
-    const Job job{s, int(tasks.size()), int(spread.size()), split, lora.enlist(s)};
+    std::copy(s.sample_rows, s.sample_rows + s.samples, wanted.begin());
+    const bool ascending = std::adjacent_find(wanted.begin(), wanted.begin() + s.samples, std::greater_equal<int>()) ==
+                           wanted.begin() + s.samples;
+    Job job{s, every.lay(m, s, threads, nullptr, s.rows), {}, s.samples < s.rows && ascending && !s.loras, lora.enlist(s)};
+    if (job.ending) job.last = last.lay(m, s, threads, wanted.data(), s.samples);
+    const long floats = std::max(every.partial, job.ending ? last.partial : 0);
+    if (long(partial.size()) < floats) partial.resize(floats);
     pool.run(job);
   }
 };

@@ -49,8 +49,8 @@ class Kernel:
             weights = Weights(source, dtype, torch.device("cpu"))
             self.decoder = NativeDecoder(config, weights, 4096, self.cache, dtype, threads)
 
-    def run(self, *chunks: tuple[list[int], int, list[int]], every: bool = True) -> Tensor:
-        """Logits of every row of chunks (known tokens, first position computed, block table)."""
+    def run(self, *chunks: tuple[list[int], int, list[int]], sampled: list[int] | None = None) -> Tensor:
+        """Logits of all rows of chunks (known tokens, first position computed, block table), or of ``sampled`` ones."""
         rows = Rows()
         for tokens, start, table in chunks:
             rows.first.append(len(rows.tokens))
@@ -61,7 +61,7 @@ class Kernel:
                 rows.tokens.append(tokens[position])
                 rows.positions.append(position)
                 rows.slots.append(table[position // self.block] * self.block + position % self.block)
-            rows.sample_rows.extend(range(rows.first[-1] if every else len(rows.tokens) - 1, len(rows.tokens)))
+        rows.sample_rows.extend(range(len(rows.tokens)) if sampled is None else sampled)
         logits, best = self.decoder.forward(rows)
         assert list(best) == logits.argmax(-1).tolist()
         return logits.clone()
