@@ -36,23 +36,23 @@ template <class C, int Q, int B>
 inline void score(const typename C::T* q, const typename C::S* const* k, const typename C::S* const* ahead, int dim, float* s) {
   constexpr int K = C::K;
   typename C::A a[Q][B];
-  unrolled<Q>([&](auto i) { unrolled<B>([&](auto b) { a[i][b] = C::none(); }); });
+  unrolled<Q>([&](auto i) FB_INLINE { unrolled<B>([&](auto b) FB_INLINE { a[i][b] = C::none(); }); });
   for (long at = 0; at < long(dim) * kLanes; at += kLanes * K * C::kPerLine) {
-    unrolled<C::kPerLine>([&](auto part) {
+    unrolled<C::kPerLine>([&](auto part) FB_INLINE {
       typename C::W w[B];
-      unrolled<B>([&](auto b) {
+      unrolled<B>([&](auto b) FB_INLINE {
         w[b] = C::loadw(k[b] + at + part * kLanes * K);
         if (part == 0) prefetch_l2(ahead[b] + at);
       });
-      unrolled<Q>([&](auto i) {
-        unrolled<B>([&](auto b) { a[i][b] = C::mac(a[i][b], w[b], q + (part * kQueries + i) * K); });
+      unrolled<Q>([&](auto i) FB_INLINE {
+        unrolled<B>([&](auto b) FB_INLINE { a[i][b] = C::mac(a[i][b], w[b], q + (part * kQueries + i) * K); });
       });
     });
     q += C::kPerLine * kQueries * K;
   }
-  unrolled<B>([&](auto b) {
+  unrolled<B>([&](auto b) FB_INLINE {
     if (C::kScaled) prefetch_l2(ahead[b] + 2L * kLanes * dim);
-    unrolled<Q>([&](auto i) { store(s + i * kGroup + b * kLanes, C::score(a[i][b], k[b], dim)); });
+    unrolled<Q>([&](auto i) FB_INLINE { store(s + i * kGroup + b * kLanes, C::score(a[i][b], k[b], dim)); });
   });
 }
 
@@ -64,24 +64,24 @@ inline void weigh(const typename C::T* p, const typename C::S* const* k, const t
   constexpr int K = C::K;
   const long values = long(kLanes) * dim + long(d0) * K;
   typename C::A a[Q][N];
-  unrolled<Q>([&](auto i) { unrolled<N>([&](auto n) { a[i][n] = C::begin(acc + i * dim + d0 + 16 * n); }); });
+  unrolled<Q>([&](auto i) FB_INLINE { unrolled<N>([&](auto n) FB_INLINE { a[i][n] = C::begin(acc + i * dim + d0 + 16 * n); }); });
   for (int b = skip; b * kLanes < tokens; b++) {
     const int lanes = tokens - b * kLanes < kLanes ? tokens - b * kLanes : kLanes;
     const typename C::S *row = k[b] + values, *then = ahead[b] + values;
     const typename C::T* weight = p + b * kLanes;
     for (int t = 0; t < lanes; t += K, row += dim * K, then += dim * K, weight += K) {
       typename C::W w[N];
-      unrolled<N>([&](auto n) {
+      unrolled<N>([&](auto n) FB_INLINE {
         w[n] = C::loadw(row + 16 * n * K);
         if (n % C::kPerLine == 0) prefetch_l2(then + 16 * n * K);
       });
-      unrolled<Q>([&](auto i) {
-        unrolled<N>([&](auto n) { a[i][n] = C::mac(a[i][n], w[n], weight + i * kGroup); });
+      unrolled<Q>([&](auto i) FB_INLINE {
+        unrolled<N>([&](auto n) FB_INLINE { a[i][n] = C::mac(a[i][n], w[n], weight + i * kGroup); });
       });
     }
   }
-  unrolled<Q>([&](auto i) {
-    unrolled<N>([&](auto n) {
+  unrolled<Q>([&](auto i) FB_INLINE {
+    unrolled<N>([&](auto n) FB_INLINE {
       float* to = acc + i * dim + d0 + 16 * n;
       store(to, C::end(a[i][n], to, unit[i]));
     });
@@ -240,7 +240,7 @@ struct Tile {
     const float* from = s + j * kGroup;
     T* to = p + j * kGroup;
     V x[kSubs], top = set1(-INFINITY), by = set1(softcap > 0 ? 1.f : scale[i]);
-    unrolled<kSubs>([&](auto b) {
+    unrolled<kSubs>([&](auto b) FB_INLINE {
       if (!Whole && b >= subs) return;
       x[b] = load(from + b * kLanes);
       if (softcap > 0) {  // cap * tanh(x / cap), tanh(u) = 1 - 2 / (e^2u + 1)
@@ -258,7 +258,7 @@ struct Tile {
     }
     const V less = set1(-m[i]);
     V sum = load(l[i]);
-    unrolled<kSubs>([&](auto b) {
+    unrolled<kSubs>([&](auto b) FB_INLINE {
       if (!Whole && b >= subs) return;
       V e = exp2<P>(fma(x[b], by, less));
       if (!Whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());

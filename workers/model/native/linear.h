@@ -37,7 +37,7 @@ typedef V Sums[kRows][2];  // of a register tile
 template <class P, int R, bool Streamed>
 void accumulate(const typename P::T* x, long ldx, const typename P::T* w, long k, Sums& sums) {
   V a[R][2];
-  unrolled<R>([&](auto r) { a[r][0] = a[r][1] = zero(); });
+  unrolled<R>([&](auto r) FB_INLINE { a[r][0] = a[r][1] = zero(); });
   for (long i = 0; i < k; i += P::K) {
     typename P::W w0 = P::loadw(w), w1 = P::loadw(w + 16 * P::K);
     for (int b = 0; Streamed && b < 128; b += 64) {
@@ -45,12 +45,12 @@ void accumulate(const typename P::T* x, long ldx, const typename P::T* w, long k
       prefetch((const char*)w + kNear + b);
     }
     w += kPanel * P::K;
-    unrolled<R>([&](auto r) {
+    unrolled<R>([&](auto r) FB_INLINE {
       a[r][0] = P::mac(a[r][0], w0, x + r * ldx + i);
       a[r][1] = P::mac(a[r][1], w1, x + r * ldx + i);
     });
   }
-  unrolled<R>([&](auto r) { sums[r][0] = a[r][0], sums[r][1] = a[r][1]; });
+  unrolled<R>([&](auto r) FB_INLINE { sums[r][0] = a[r][0], sums[r][1] = a[r][1]; });
 }
 
 template <class P>
@@ -71,7 +71,7 @@ template <class P, class Read, int R>
 void fused(const typename P::T* x, long ldx, const uint8_t* panel, long k, typename P::T* out, long next, Sums& sums) {
   constexpr int K = P::K;
   V a[R + 1][2];
-  unrolled<R>([&](auto r) { a[r][0] = a[r][1] = zero(); });
+  unrolled<R>([&](auto r) FB_INLINE { a[r][0] = a[r][1] = zero(); });
   for (long g = 0; g < k; g += kGroup32) {
     Read group(panel, g / kGroup32);
     for (long i = g; i < std::min(k, g + kGroup32); i += kStride) {
@@ -82,14 +82,14 @@ void fused(const typename P::T* x, long ldx, const uint8_t* panel, long k, typen
 #pragma GCC unroll 2
         for (int j = 0; j < K; j++) low[j] = group.vector(2 * K * t + j), high[j] = group.vector(2 * K * t + K + j);
         const typename P::W w0 = P::weights(low, out), w1 = P::weights(high, out + 16 * K);
-        unrolled<R>([&](auto r) {
+        unrolled<R>([&](auto r) FB_INLINE {
           a[r][0] = P::mac(a[r][0], w0, x + r * ldx + i + t * K);
           a[r][1] = P::mac(a[r][1], w1, x + r * ldx + i + t * K);
         });
       }
     }
   }
-  unrolled<R>([&](auto r) { sums[r][0] = a[r][0], sums[r][1] = a[r][1]; });
+  unrolled<R>([&](auto r) FB_INLINE { sums[r][0] = a[r][0], sums[r][1] = a[r][1]; });
 }
 
 template <class P>

@@ -22,15 +22,15 @@ struct Lora {
 template <class P, int R>
 inline void shrink_tile(const typename P::T* const* x, const typename P::T* w, long k, typename P::T* const* out) {
   V a[R][2];
-  unrolled<R>([&](auto r) { a[r][0] = a[r][1] = zero(); });
+  unrolled<R>([&](auto r) FB_INLINE { a[r][0] = a[r][1] = zero(); });
   for (long i = 0; i < k; i += 2 * P::K, w += 2 * kLanes16 * P::K) {
     typename P::W even = P::loadw(w), odd = P::loadw(w + kLanes16 * P::K);
-    unrolled<R>([&](auto r) {
+    unrolled<R>([&](auto r) FB_INLINE {
       a[r][0] = P::mac(a[r][0], even, x[r] + i);
       a[r][1] = P::mac(a[r][1], odd, x[r] + i + P::K);
     });
   }
-  unrolled<R>([&](auto r) { P::store(out[r], add(a[r][0], a[r][1])); });
+  unrolled<R>([&](auto r) FB_INLINE { P::store(out[r], add(a[r][0], a[r][1])); });
 }
 
 // 16 values of A x for each of `rows` rows, at most R.
