@@ -33,7 +33,8 @@ constexpr float kLog2e = 1.44269504088896341f;
 
 // Scores of Q queries against B sub-blocks of keys, fetching as many lines of `ahead`. q: [dim/K][kQueries][K].
 template <class C, int Q, int B>
-inline void score(const typename C::T* q, const typename C::S* const* k, const typename C::S* const* ahead, int dim, float* s) {
+inline void score(const typename C::T* q, const typename C::S* const* k, const typename C::S* const* ahead, int dim,
+                  float* s) {
   constexpr int K = C::K;
   typename C::A a[Q][B];
   unrolled<Q>([&](auto i) FB_INLINE { unrolled<B>([&](auto b) FB_INLINE { a[i][b] = C::none(); }); });
@@ -147,15 +148,16 @@ struct Tile {
   alignas(64) T wide[C::kScaled ? kSubs : 1][C::kScaled ? 2 * kLanes * (kMaxDim + 1) : 1];  // sub-blocks, widened
   alignas(64) T q[kMaxQueries * kMaxDim];  // register tiles of queries of one head: [dim/K][kQueries][K]
 
-  // Query i, which begins at `from`, to where the scores read it; they are multiplied by `by`.
-  void put(int i, int dim, const typename P::T* begin, float by) {
-    T* to = q + spot(i, dim);
-    scale[i] = by;
+  // Query r of head `h`, which begins at `begin`, to where the scores read it; they are multiplied by `by`.
+  void put(int h, int r, int dim, const typename P::T* begin, float by) {
+    T* to = q + spot(h, r, dim);
+    float& times = scale[h * n + r];
+    times = by;
     if constexpr (C::kScaled) {
       alignas(64) float wide[kMaxDim];
       alignas(64) T narrow[kMaxDim];
       for (int d = 0; d < dim; d++) wide[d] = P::to(begin[d]);
-      scale[i] *= C::query(wide, dim, narrow);
+      times *= C::query(wide, dim, narrow);
       copy(narrow, dim, to);
     } else {
       copy(begin, dim, to);
@@ -164,8 +166,8 @@ struct Tile {
   static void copy(const T* from, int dim, T* to) {
     for (int d = 0; d < dim; d += C::K) std::memcpy(to + d * kQueries, from + d, C::K * sizeof(T));
   }
-  long spot(int i, int dim) const {
-    const int h = i / n, r = i % n, tiles = (n + kQueries - 1) / kQueries;
+  long spot(int h, int r, int dim) const {
+    const int tiles = (n + kQueries - 1) / kQueries;
     return long(h * tiles + r / kQueries) * kQueries * dim + r % kQueries * C::K;
   }
 
@@ -207,18 +209,18 @@ struct Tile {
   template <class F>
   void queries(int h, int base, int end, const typename F::S* const* k, const typename F::S* const* ahead, int dim, int window,
                float softcap) {
-    for (int i = h * n; i < h * n + n; i += kQueries)
-      group<F>(i, std::min(h * n + n - i, kQueries), base, end, k, i == h * n ? ahead : k, dim, window, softcap);
+    for (int r = 0; r < n; r += kQueries)
+      group<F>(h, r, std::min(n - r, kQueries), base, end, k, r == 0 ? ahead : k, dim, window, softcap);
   }
 
-  // Queries [i, i + count) against tokens [base, end).
+  // Queries [r, r + count) of head `h` against tokens [base, end).
   template <class F>
-  void group(int i, int count, int base, int end, const typename F::S* const* k, const typename F::S* const* ahead, int dim,
-             int window, float softcap) {
-    const int seen = std::min(position[i + count - 1] + 1, end);
+  void group(int h, int r, int count, int base, int end, const typename F::S* const* k, const typename F::S* const* ahead,
+             int dim, int window, float softcap) {
+    const int i = h * n + r, seen = std::min(position[i + count - 1] + 1, end);
     if (seen <= base) return;  // later queries see them
     const int subs = (seen - base + kLanes - 1) / kLanes;
-    scores<F, kQueries>(count, q + spot(i, dim), k, ahead, subs, dim, s);
+    scores<F, kQueries>(count, q + spot(h, r, dim), k, ahead, subs, dim, s);
     for (int j = 0; j < count; j++) soften<F>(i + j, j, base, subs, k, window, softcap, dim);
     // Sub-blocks wholly before every window may be another sequence's by now: their values are not read.
     const int skip = window > 0 ? std::max(0, position[i] + 1 - window - base) / kLanes : 0;
@@ -229,14 +231,15 @@ struct Tile {
   template <class F>
   void soften(int i, int j, int base, int subs, const typename F::S* const* k, int window, float softcap, int dim) {
     const int hi = position[i] + 1 - base, lo = window > 0 ? position[i] + 1 - window - base : 0;
-    if (hi >= kGroup && lo <= 0)
-      soften<F, true>(i, j, kSubs, k, lo, hi, softcap, dim);
+    const uint64_t seen = below(hi) & ~below(lo);
+    if (seen == below(kGroup))
+      soften<F, true>(i, j, kSubs, k, seen, softcap, dim);
     else
-      soften<F, false>(i, j, subs, k, lo, hi, softcap, dim);
+      soften<F, false>(i, j, subs, k, seen, softcap, dim);
   }
 
   template <class F, bool Whole>
-  void soften(int i, int j, int subs, const typename F::S* const* k, int lo, int hi, float softcap, int dim) {
+  void soften(int i, int j, int subs, const typename F::S* const* k, uint64_t seen, float softcap, int dim) {
     const float* from = s + j * kGroup;
     T* to = p + j * kGroup;
     V x[kSubs], top = set1(-INFINITY), by = set1(softcap > 0 ? 1.f : scale[i]);
@@ -247,7 +250,7 @@ struct Tile {
         V e = exp(mul(x[b], set1(scale[i] * 2.f / softcap)));
         x[b] = mul(set1(softcap * kLog2e), sub(set1(1.f), div(set1(2.f), add(e, set1(1.f)))));
       }
-      if (!Whole) x[b] = keep(x[b], lane(lo - b * kLanes), lane(hi - b * kLanes), set1(-INFINITY));
+      if (!Whole) x[b] = keep(x[b], uint16_t(seen >> b * kLanes), set1(-INFINITY));
       top = max(top, x[b]);
     });
     if (any_above(mul(top, by), set1(m[i] + kSlack))) raise(i, softcap > 0 ? hmax(top) : hmax(top) * scale[i], dim);
@@ -259,19 +262,21 @@ struct Tile {
     const V less = set1(-m[i]);
     V sum = load(l[i]);
     unrolled<kSubs>([&](auto b) FB_INLINE {
-      if (!Whole && b >= subs) return;
-      V e = exp2<P>(fma(x[b], by, less));
-      if (!Whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());
-      sum = add(sum, e);
+      if (!Whole && b >= subs) {
+        x[b] = zero();
+        return;
+      }
+      x[b] = exp2<P>(fma(x[b], by, less));
+      if (!Whole) x[b] = keep(x[b], uint16_t(seen >> b * kLanes), zero());
+      sum = add(sum, x[b]);
       if constexpr (F::kScaled) {
-        e = mul(e, F::value_scales(k[b], dim));
-        if (!Whole) e = keep(e, lane(lo - b * kLanes), lane(hi - b * kLanes), zero());  // a scale that is not ours may be NaN
-        sum = fma(e, zero(), sum);  // one that is ours makes the result NaN
-        x[b] = e;
-      } else {
-        P::store(to + b * kLanes, e);
+        x[b] = mul(x[b], F::value_scales(k[b], dim));
+        if (!Whole) x[b] = keep(x[b], uint16_t(seen >> b * kLanes), zero());  // a scale that is not ours may be NaN
+        sum = fma(x[b], zero(), sum);  // one that is ours makes the result NaN
       }
     });
+    if constexpr (!F::kScaled)
+      unrolled<kSubs / 2>([&](auto b) FB_INLINE { P::store(to + 2 * b * kLanes, x[2 * b], x[2 * b + 1]); });
     if constexpr (F::kScaled) unit[j] = F::weights(x, subs, to);
     store(l[i], sum);
   }
@@ -286,7 +291,9 @@ struct Tile {
     m[i] = now;
   }
 
-  static int lane(int i) { return i < 0 ? 0 : (i > kLanes ? kLanes : i); }
+  // A bit for each token of a group before the i-th.
+  static uint64_t below(int i) { return i <= 0 ? 0 : i >= kGroup ? ~uint64_t(0) : (uint64_t(1) << i) - 1; }
+  static_assert(kGroup == 64);
 };
 
 }  // namespace fb

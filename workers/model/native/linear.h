@@ -148,6 +148,9 @@ inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, lo
     for (long t = 0; t < tiles; t++) {
       const long r = rows * t / tiles, n = rows * (t + 1) / tiles - r;
       Sums sums;
+      const long width = (E == kSilu || E == kGelu ? kPanel / 2 : kPanel) * unit;
+      for (long i = 0; i < n; i++)  // what the sums go to, so that nobody waits for it then
+        for (long b = 0; b < width; b += 64) prefetch_to_write((char*)out + (r + i) * ldo * unit + p * width + b);
       if (l.kind == kDense)
         accumulator<P, true>(n)(x + r * l.k, l.k, (const typename P::T*)panel, l.k, sums);
       else if (t == 0)

@@ -205,10 +205,13 @@ struct Impl final : Engine {
     for (int g = 0; g < m.kv_heads; g++) remember(s, l, i, g, alone);
   }
 
-  // Row and query head of a task's query j.
-  long place(const Task& task, int j) const {
-    const int group = m.heads / m.kv_heads, n = task.rows * group;
-    return long(task.row + j % n / group) * m.heads + (task.head + j / n) * group + j % n % group;
+  // f(h, i, row, query head) for a task's queries, the i-th of its h-th KV head.
+  template <class F>
+  void each_query(const Task& task, F f) const {
+    const int group = m.heads / m.kv_heads;
+    for (int h = 0; h < task.heads; h++)
+      for (int r = 0; r < task.rows; r++)
+        for (int g = 0; g < group; g++) f(h, r * group + g, task.row + r, (task.head + h) * group + g);
   }
 
   // Where a task's keys are, and which of them it reads: [from, to).
@@ -226,29 +229,30 @@ struct Impl final : Engine {
 
   void attend(const FbStep& s, const FbLayer& l, const std::vector<Task>& tasks, int index, Local<P, C>& mine) {
     const Task& task = tasks[index];
-    const int D = m.head_dim, n = task.rows * (m.heads / m.kv_heads), all = task.heads * n;
+    const int D = m.head_dim;
     Tile<P, C>& tile = mine.tile;
     int from, to, next_from = 0, next_to = 0;
     const Context<C> c = context(s, l, task, from, to);
     Context<C> next = c;
     if (index + 1 < int(tasks.size())) next = context(s, l, tasks[index + 1], next_from, next_to);
     tile.heads = task.heads;
-    tile.n = n;
-    for (int j = 0; j < all; j++) {
-      const long at = place(task, j);
-      if (task.own) rotated(s, l, task.row, int(at % m.heads), mine.q);
-      tile.put(j, D, task.own ? mine.q : q.data() + at * D, m.softcap > 0 ? m.scale : m.scale * kLog2e);
-      tile.position[j] = s.positions[at / m.heads];
-    }
+    tile.n = task.rows * (m.heads / m.kv_heads);
+    each_query(task, [&](int h, int i, int row, int head) {
+      const T* one = q.data() + (long(row) * m.heads + head) * D;
+      if (task.own) rotated(s, l, row, head, mine.q), one = mine.q;
+      tile.put(h, i, D, one, m.softcap > 0 ? m.scale : m.scale * kLog2e);
+      tile.position[h * tile.n + i] = s.positions[row];
+    });
     if (task.own && task.split + 1 == task.splits)
       for (int g = 0; g < task.heads; g++) remember(s, l, task.row, task.head + g, true);
     tile.run(c, l.window, m.softcap, from, to, next, next_from, next_to);
-    for (int j = 0; j < all; j++) {
+    each_query(task, [&](int h, int i, int row, int head) {
+      const int j = h * tile.n + i;
       const float* acc = tile.acc + long(j) * D;
       const float sum = hsum(load(tile.l[j]));
       if (task.splits == 1) {
         const V inv = set1(1.f / sum);
-        T* out = att.data() + place(task, j) * D;
+        T* out = att.data() + (long(row) * m.heads + head) * D;
         for (int d = 0; d < D; d += 16) P::store(out + d, mul(load(acc + d), inv));
       } else {
         float* o = partial.data() + task.partial + (long(j) * task.splits + task.split) * (D + 2);
@@ -256,28 +260,30 @@ struct Impl final : Engine {
         o[D] = tile.m[j];
         o[D + 1] = sum;
       }
-    }
+    });
   }
 
   void merge(const Task& task) {
     if (task.splits == 1 || task.split != 0) return;
-    const int D = m.head_dim;
-    for (int j = 0; j < task.heads * task.rows * (m.heads / m.kv_heads); j++) {
-      const float* from = partial.data() + task.partial + long(j) * task.splits * (D + 2);
+    const int D = m.head_dim, stride = D + 2;
+    float* from = partial.data() + task.partial;
+    each_query(task, [&](int, int, int row, int head) {
       float top = -INFINITY, sum = 0;
-      for (int k = 0; k < task.splits; k++) top = std::max(top, from[k * (D + 2) + D]);
-      float out[kMaxDim] = {};
+      for (int k = 0; k < task.splits; k++) top = std::max(top, from[k * stride + D]);
       for (int k = 0; k < task.splits; k++) {
-        const float* one = from + k * (D + 2);
-        if (one[D] == -INFINITY) continue;
-        const float c = std::exp2(one[D] - top);
-        sum += c * one[D + 1];
-        for (int d = 0; d < D; d++) out[d] += c * one[d];
+        float& weight = from[k * stride + D];  // in place of what its numbers are relative to
+        weight = weight == -INFINITY ? 0 : std::exp2(weight - top);
+        sum += weight * from[k * stride + D + 1];
       }
       const V inv = set1(1.f / sum);
-      T* to = att.data() + place(task, j) * D;
-      for (int d = 0; d < D; d += 16) P::store(to + d, mul(load(out + d), inv));
-    }
+      T* to = att.data() + (long(row) * m.heads + head) * D;
+      for (int d = 0; d < D; d += 16) {
+        V all = zero();
+        for (int k = 0; k < task.splits; k++) all = fma(set1(from[k * stride + D]), load(from + k * stride + d), all);
+        P::store(to + d, mul(all, inv));
+      }
+      from += task.splits * stride;
+    });
   }
 
   // x += linear(in) for so many rows, through the model's norm after the block where it has one (Gemma 2 and 3).

@@ -64,6 +64,7 @@ FB_INLINE inline void unrolled(F f) {
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+inline void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
 #if defined(__AVX512F__)
 // ---------------------------------------------------------------- AVX-512
@@ -81,11 +82,8 @@ inline V max(V a, V b) { return _mm512_max_ps(a, b); }
 inline V min(V a, V b) { return _mm512_min_ps(a, b); }
 inline float hmax(V a) { return _mm512_reduce_max_ps(a); }
 inline float hsum(V a) { return _mm512_reduce_add_ps(a); }
-// Lanes [lo, hi) keep their value, the others become `other`.
-inline V keep(V a, int lo, int hi, V other) {
-  uint32_t m = ((1u << hi) - 1) & ~((1u << lo) - 1);
-  return _mm512_mask_blend_ps(__mmask16(m), other, a);
-}
+// Lanes whose bit is set keep their value, the others become `other`.
+inline V keep(V a, uint16_t lanes, V other) { return _mm512_mask_blend_ps(__mmask16(lanes), other, a); }
 inline V load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline V load_i8(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 inline V load_u8(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
@@ -107,10 +105,13 @@ struct Nibbles {
   }
 };
 inline bool any_above(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
-inline V raised(V a, V t) {
-  const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(t), 23);
-  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), n));
-}
+inline V round_nearest(V a) { return _mm512_roundscale_ps(a, 0); }
+#if defined(__AVX512DQ__)
+inline V fraction(V a) { return _mm512_reduce_ps(a, 1); }
+#else
+inline V fraction(V a) { return sub(a, _mm512_roundscale_ps(a, 1)); }
+#endif
+inline V scale2(V a, V n) { return _mm512_scalef_ps(a, n); }
 inline V load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
@@ -165,13 +166,11 @@ inline float hsum(V v) {
   _mm256_storeu_ps(t, _mm256_add_ps(v.a, v.b));
   return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
 }
-inline V keep(V v, int lo, int hi, V other) {
-  float t[16], o[16];
-  store(t, v);
-  store(o, other);
-  for (int i = 0; i < 16; i++) t[i] = i >= lo && i < hi ? t[i] : o[i];
-  return load(t);
+inline __m256 keep(__m256 v, int lanes, __m256 other) {
+  const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), set = _mm256_and_si256(_mm256_set1_epi32(lanes), bit);
+  return _mm256_blendv_ps(other, v, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, bit)));
 }
+inline V keep(V v, uint16_t lanes, V other) { return {keep(v.a, lanes, other.a), keep(v.b, lanes >> 8, other.b)}; }
 inline __m256 whole(__m256i i) { return _mm256_cvtepi32_ps(i); }
 inline V load_half(const uint16_t* p) {
 #if defined(__F16C__)
@@ -216,10 +215,14 @@ inline V round_bf16(V v) { return {round_bf16(v.a), round_bf16(v.b)}; }
 inline bool any_above(V x, V y) {
   return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ))) != 0;
 }
-inline __m256 raised(__m256 a, __m256 t) {
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(t), 23)));
+inline V round_nearest(V a) { return {_mm256_round_ps(a.a, 8), _mm256_round_ps(a.b, 8)}; }
+inline V fraction(V a) { return {_mm256_sub_ps(a.a, _mm256_floor_ps(a.a)), _mm256_sub_ps(a.b, _mm256_floor_ps(a.b))}; }
+inline __m256 scale2(__m256 a, __m256 n) {
+  const __m256i e = _mm256_slli_epi32(_mm256_cvtps_epi32(_mm256_floor_ps(n)), 23);
+  const __m256 scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), e));
+  return _mm256_and_ps(scaled, _mm256_cmp_ps(n, _mm256_set1_ps(-126), _CMP_GE_OQ));
 }
-inline V raised(V v, V t) { return {raised(v.a, t.a), raised(v.b, t.b)}; }
+inline V scale2(V v, V n) { return {scale2(v.a, n.a), scale2(v.b, n.b)}; }
 inline void store_bf16(uint16_t* p, V v) {
   float t[16];
   store(t, v);
@@ -269,7 +272,7 @@ inline float hsum(V v) {
   for (int i = 0; i < 16; i++) s += v.f[i];
   return s;
 }
-inline V keep(V v, int lo, int hi, V other) { FB_LANES(i >= lo && i < hi ? v.f[i] : other.f[i]) }
+inline V keep(V v, uint16_t lanes, V other) { FB_LANES(lanes >> i & 1 ? v.f[i] : other.f[i]) }
 inline V load_half(const uint16_t* p) { FB_LANES(half_to_float(p[i])) }
 inline V load_i8(const int8_t* p) { FB_LANES(float(p[i])) }
 inline V load_u8(const uint8_t* p) { FB_LANES(float(p[i])) }
@@ -291,15 +294,9 @@ inline bool any_above(V a, V b) {
     if (a.f[i] > b.f[i]) return true;
   return false;
 }
-inline float raised(float a, float t) {
-  uint32_t u, n;
-  std::memcpy(&u, &a, 4);
-  std::memcpy(&n, &t, 4);
-  u += n << 23;
-  std::memcpy(&a, &u, 4);
-  return a;
-}
-inline V raised(V v, V t) { FB_LANES(raised(v.f[i], t.f[i])) }
+inline V round_nearest(V v) { FB_LANES(std::nearbyint(v.f[i])) }
+inline V fraction(V v) { FB_LANES(v.f[i] - std::floor(v.f[i])) }
+inline V scale2(V v, V n) { FB_LANES(n.f[i] >= -126 ? std::ldexp(v.f[i], int(std::floor(n.f[i]))) : 0.f) }
 inline void store_bf16(uint16_t* p, V v) {
   for (int i = 0; i < 16; i++) p[i] = float_to_bf16(v.f[i]);
 }
@@ -319,15 +316,12 @@ inline void store_i16(int16_t* p, V v) {
 constexpr int kRows = 4, kQueries = 2, kWide = 2;
 #endif
 
-// Added to a number x, |x| < 2^22, this leaves its nearest integer n in the lowest bits; `raised(a, x + kInteger)` is a * 2^n,
-// where that is neither below the smallest normal number nor above the largest.
-constexpr float kInteger = 12582912.f;
+// `scale2(a, n)` is a * 2^floor(n) for a in [0.5, 2); far below -126 it is 0. `fraction(a)` is a - floor(a).
 
-// e^x to about 2 ulp for x <= 88 (e^-87 below -87): x = n ln2 + r (Cody-Waite), degree-6 minimax on r. Cephes expf's
-// coefficients.
+// e^x to about 2 ulp for x <= 88: x = n ln2 + r (Cody-Waite), degree-6 minimax on r. Cephes expf's coefficients.
 inline V exp(V x) {
   x = max(min(x, set1(88.f)), set1(-87.f));
-  V t = fma(x, set1(1.44269504088896341f), set1(kInteger)), n = sub(t, set1(kInteger));
+  V n = round_nearest(mul(x, set1(1.44269504088896341f)));
   V r = fma(n, set1(-0.693359375f), x);
   r = fma(n, set1(2.12194440e-4f), r);
   V p = set1(1.9875691500e-4f);
@@ -337,26 +331,25 @@ inline V exp(V x) {
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, mul(r, r), add(r, set1(1.f)));
-  return raised(p, t);
+  return scale2(p, n);
 }
 
-// 2^x for x < 127 (2^-125 below -125): x = n + r, minimax on r, exact where r is 0. For P = F32 to about 1.5e-7 (degree 5);
-// for bf16 to 1e-4 (degree 3), a twentieth of what rounding the result costs.
+// 2^x for x < 127, 0 for -inf: minimax on the fraction, exact where that is 0. For P = F32 to about 1.5e-7 (degree 5); for
+// bf16 to 1e-4 (degree 3), a twentieth of what rounding the result costs.
 template <class P>
 inline V exp2(V x) {
-  x = max(x, set1(-125.f));
-  const V t = add(x, set1(kInteger)), r = sub(x, sub(t, set1(kInteger)));
+  const V r = fraction(x);
   V p;
   if constexpr (sizeof(typename P::T) == 4) {
-    p = fma(set1(1.3264724320e-3f), r, set1(9.6715132413e-3f));
-    p = fma(p, r, set1(5.5507337565e-2f));
-    p = fma(p, r, set1(2.4022242075e-1f));
-    p = fma(p, r, set1(6.9314697759e-1f));
+    p = fma(set1(1.8671305999e-3f), r, set1(9.0170292005e-3f));
+    p = fma(p, r, set1(5.5799913905e-2f));
+    p = fma(p, r, set1(2.4016444994e-1f));
+    p = fma(p, r, set1(6.9315131182e-1f));
   } else {
-    p = fma(set1(5.5008925643e-2f), r, set1(2.4221097692e-1f));
-    p = fma(p, r, set1(6.9328293001e-1f));
+    p = fma(set1(7.7067079159e-02f), r, set1(2.2764495072e-1f));
+    p = fma(p, r, set1(6.9511679553e-1f));
   }
-  return raised(fma(p, r, set1(1.f)), t);
+  return scale2(fma(p, r, set1(1.f)), x);
 }
 
 // ---------------------------------------------------------------- storage types
@@ -367,6 +360,7 @@ struct F32 {
   static W loadw(const T* p) { return load(p); }
   static V mac(V acc, W w, const T* x) { return fma(set1(*x), w, acc); }
   static void store(T* p, V v) { fb::store(p, v); }
+  static void store(T* p, V v, V next) { fb::store(p, v), fb::store(p + 16, next); }
   // Weights of K ks, rounded to bfloat16 numbers, as a factor of `mac`; they also lie in `p` afterwards.
   static W weights(const V (&v)[K], T* p) {
     const V w = round_bf16(v[0]);
@@ -392,6 +386,7 @@ struct Bf16 {
   typedef __m512bh W;
   static W loadw(const T* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static V mac(V acc, W w, const T* x) { return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(pair(x)), w); }
+  static void store(T* p, V v, V next) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(next, v)); }
   static W weights(const V (&v)[K], T* p) {
     const W w = _mm512_cvtne2ps_pbh(v[1], v[0]);
     _mm512_storeu_si512(p, (__m512i)w);
@@ -427,6 +422,7 @@ struct Bf16 {
   }
 #endif
 #if !defined(__AVX512BF16__)
+  static void store(T* p, V v, V next) { store_bf16(p, v), store_bf16(p + 16, next); }
   static W weights(const V (&v)[K], T* p) {
     store_bf16(p, v[0]);
     store_bf16(p + 16, v[1]);
