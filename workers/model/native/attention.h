@@ -65,7 +65,9 @@ inline void weigh(const typename C::T* p, const typename C::S* const* k, const t
   constexpr int K = C::K;
   const long values = long(kLanes) * dim + long(d0) * K;
   typename C::A a[Q][N];
-  unrolled<Q>([&](auto i) FB_INLINE { unrolled<N>([&](auto n) FB_INLINE { a[i][n] = C::begin(acc + i * dim + d0 + 16 * n); }); });
+  unrolled<Q>([&](auto i) FB_INLINE {
+    unrolled<N>([&](auto n) FB_INLINE { a[i][n] = C::begin(acc + i * dim + d0 + 16 * n); });
+  });
   for (int b = skip; b * kLanes < tokens; b++) {
     const int lanes = tokens - b * kLanes < kLanes ? tokens - b * kLanes : kLanes;
     const typename C::S *row = k[b] + values, *then = ahead[b] + values;

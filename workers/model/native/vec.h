@@ -62,9 +62,10 @@ FB_INLINE inline void unrolled(F f) {
   unrolled(f, std::make_integer_sequence<int, N>{});
 }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
-inline void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
+// By force: a call that is still one when GCC looks for functions without effects is dropped.
+FB_INLINE inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+FB_INLINE inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+FB_INLINE inline void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
 #if defined(__AVX512F__)
 // ---------------------------------------------------------------- AVX-512
