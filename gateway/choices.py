@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from gateway.stops import StopMatcher
 from workers.protocol import FinishReason, SequenceOutput, TokenLogprob
+
+if TYPE_CHECKING:
+    from gateway.echo import PromptScores
 
 
 class Decoder(Protocol):
@@ -50,7 +53,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken(Alternative):
-    """An output token with its log probability, the alternatives, and where its text starts in the choice's."""
+    """A token with its log probability, the alternatives, and where its text starts in the choice's."""
 
     top: tuple[Alternative, ...] = ()
     offset: int = 0
@@ -68,13 +71,15 @@ class ChoiceDelta:
     finish: FinishReason | None = None
     error: str | None = None
     """With ``finish="error"``: a code of ``workers.protocol.ERRORS``, or ``lost_output``."""
+    prompt: tuple[ScoredToken, ...] = ()
+    """Tokens of the prompt, where it is repeated with them (``echo.py``)."""
     stopped: bool = False
     """Ended here by a stop string while the engine still runs: cancel the sequence."""
 
     @property
     def empty(self) -> bool:
         """Nothing that a caller could see."""
-        return not self.text and not self.scored and self.finish is None
+        return not self.text and not self.scored and self.finish is None and not self.prompt
 
 
 class ChoiceStream:
@@ -88,6 +93,7 @@ class ChoiceStream:
         stops: tuple[str, ...] = (),
         min_tokens: int = 0,
         token_bytes: Callable[[int], bytes] | None = None,
+        prompt: PromptScores | None = None,
     ) -> None:
         """``token_bytes`` switches log probabilities on. Stop strings begin after the first ``min_tokens`` tokens."""
         self.index = index
@@ -98,6 +104,7 @@ class ChoiceStream:
         self._stops = StopMatcher(stops)
         self._min_tokens = min_tokens
         self._token_bytes = token_bytes
+        self._prompt = prompt
         self._received = 0
         self._decoded = 0
         """Characters decoded so far, shown or held back."""
@@ -107,6 +114,11 @@ class ChoiceStream:
 
     def take(self, output: SequenceOutput) -> ChoiceDelta:
         """Feed a worker's message. Its counter is cumulative: what was seen is skipped, a gap ends the choice."""
+        if self._prompt is None or self.finish is not None:
+            return self._taken(output)
+        return replace(self._taken(output), prompt=self._prompt.take(output))
+
+    def _taken(self, output: SequenceOutput) -> ChoiceDelta:
         if self.finish is not None:
             return ChoiceDelta(self.index)
         new = max(0, output.output_tokens - self._received)

@@ -24,6 +24,7 @@ from msgspec.structs import replace as with_fields
 from gateway import toolprompt
 from gateway.adapters import Adapter
 from gateway.choices import ChoiceStream, Decoder
+from gateway.echo import PromptScores, echoed, refuse_scores
 from gateway.errors import bad_request
 from gateway.grammar_check import GrammarCheck, GrammarRefusedError
 from gateway.http.schemas import ChatRequest, CompletionRequest
@@ -158,14 +159,11 @@ class Prepared:
 
     @property
     def echo(self) -> str:
-        """What each answer begins with: the prompt, where that was asked for. Ids are told as their text."""
+        """What each answer begins with: the prompt, where that was asked for."""
         request = self.request
         if not isinstance(request, CompletionRequest) or not request.echo:
             return ""
-        if isinstance(request.prompt, str):
-            return request.prompt
-        decoder = self.tokenizer.decoder()
-        return "".join([*map(decoder.push, request.prompt), decoder.finish()])
+        return echoed(request.prompt, self.tokenizer.decoder())
 
     def choices(self) -> list[ChoiceStream]:
         """Fresh text streams for its choices: one set per attempt."""
@@ -177,9 +175,13 @@ class Prepared:
                 stops=self.request.stop,
                 min_tokens=params.min_tokens,
                 token_bytes=None if params.logprobs is None else self.tokenizer.token_bytes,
+                prompt=self._prompt_scores() if params.prompt_logprobs and not index else None,
             )
             for index in range(self.generate.n)
         ]
+
+    def _prompt_scores(self) -> PromptScores:
+        return PromptScores(self.generate.tokens, self.tokenizer.decoder(), self.tokenizer.token_bytes)
 
     def headers(self) -> dict[str, str]:
         """``x-forebay-max-tokens: 180; limit=tokens_per_minute`` where a limit cut an omitted ``max_tokens``; notes."""
@@ -235,6 +237,8 @@ class Intake:
                 f"The model {model.name[:128]!r} makes no embeddings.", param="model", code="embeddings_not_supported"
             )
         tokenizer = model.tokenizer
+        if model.directory is None:
+            refuse_scores(request.params, model.name)
         context = Context.of(model, tenant)
         digest = adapter.digest if adapter is not None else None
         tokens, keys, public = await self._encoded(request, tokenizer, model, digest, scope, context)

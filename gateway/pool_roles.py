@@ -165,10 +165,11 @@ def _holds(worker: WorkerHandle, ticket: Ticket) -> bool:
 
 
 def _offers(worker: WorkerHandle, ticket: Ticket) -> bool:
-    """Whether it runs requests of this kind: a prefill worker none; an engine generates, an upstream says what."""
-    endpoint, hello = ticket.prepared.request.endpoint, worker.hello
+    """Whether it runs requests of this kind: a prefill worker none; an engine generates, an upstream says what; it
+    is not asked for log probabilities of prompts, whose tokens it may cut otherwise."""
+    request, hello = ticket.prepared.request, worker.hello
     if hello is not None and hello.role == "prefill":
         return False
     if hello is None or not hello.upstream:
-        return endpoint != "embeddings"
-    return endpoint in hello.endpoints
+        return request.endpoint != "embeddings"
+    return request.endpoint in hello.endpoints and not request.params.prompt_logprobs

@@ -93,6 +93,8 @@ class Prefill:
         hello, job = target.hello, ticket.job
         if hello is None or hello.role != "decode" or not hello.layout:
             return {}
+        if ticket.prepared.generate.params.prompt_logprobs:  # a prompt that is fetched has no logits
+            return {}
         if job.prompt_tokens < max(hello.transfer_min_tokens, hello.block_size + 1):
             return {}
         return {

@@ -203,7 +203,9 @@ class Ticket:
     @property
     def backlog(self) -> int:
         """About how many bytes of a stream wait for the caller."""
-        return sum(DELTA_BYTES * (1 + len(delta.scored)) + len(delta.text) for delta in self._buffer)
+        return sum(
+            DELTA_BYTES * (1 + len(delta.scored) + len(delta.prompt)) + len(delta.text) for delta in self._buffer
+        )
 
     def nudge(self) -> None:
         """Have ``batches`` hand out an empty batch, unless there is news."""

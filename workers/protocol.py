@@ -26,9 +26,9 @@ from policies.types import kv_tokens
 from workers.sampling import Beams as Beams
 from workers.sampling import SamplingParams as SamplingParams
 
-PROTOCOL = 5
+PROTOCOL = 6
 """2: a ``Cancel`` may name one choice. 3: a ``Generate`` may ask for beam search. 5: ``Generate.adapter`` is a digest,
-and adapters come and go."""
+and adapters come and go. 6: prompts are scored."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -194,6 +194,11 @@ class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     error: str | None = None
     """With ``finish="error"``: a code of ``ERRORS``."""
     logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] = []
+    """Of the prompt's second token and those behind it, where ``SamplingParams.prompt_logprobs`` asked for them: new
+    since the last message, at index 0."""
+    prompt_scored: int = 0
+    """How many of them so far (cumulative)."""
     timings: Timings | None = None
     device_ns: tuple[int, int, int] | None = None
     """With an end: nanoseconds of the device that the request took since the last time this was said: computing,

@@ -27,6 +27,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     """Number of top alternatives per token (0 = only the chosen one's); None = off."""
+    prompt_logprobs: bool = False
+    """With ``logprobs``: of the prompt's tokens too."""
     ignore_eos: bool = False
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()

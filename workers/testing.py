@@ -25,8 +25,9 @@ from itertools import islice
 
 from workers import lifeline, log, options
 from workers.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterError, LoadedAdapter, folder_of
+from workers.engine import scoring
 from workers.engine.adapters import AdapterTable
-from workers.engine.plan import Sampled, StepPlan, StepResult
+from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from workers.engine.sequence import Sequence
 from workers.launchers.base import LaunchContext
 from workers.launchers.local import LocalLauncher
@@ -87,7 +88,8 @@ class EchoRunner:
             os.kill(os.getpid(), signal.SIGKILL)
         if echo.poison is not None and any(echo.poison in chunk.sequence.tokens for chunk in plan.chunks):
             os.kill(os.getpid(), signal.SIGKILL)
-        return StepResult([self._sample(sequence) for chunk in plan.chunks for sequence in chunk.samplers])
+        sampled = [self._sample(sequence) for chunk in plan.chunks for sequence in chunk.samplers]
+        return StepResult(sampled, [_scores(chunk) for chunk in plan.chunks if scoring.rows(chunk)])
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """There is no cache to zero."""
@@ -120,6 +122,15 @@ class EchoRunner:
         if sequence.params.logprobs is None:
             return Sampled([token])
         return Sampled([token], [TokenLogprob(token, -0.5, [(token, -0.5)] * min(1, sequence.params.logprobs))])
+
+
+def _scores(chunk: Chunk) -> list[TokenLogprob]:
+    """Of a prompt's tokens: made up of each and the one before it."""
+    alternatives = min(1, chunk.sequence.params.logprobs or 0)
+    tokens = chunk.sequence.tokens
+    begin = chunk.start + scoring.rows(chunk).start
+    pairs = zip(tokens[begin:], scoring.targets(chunk), strict=False)
+    return [TokenLogprob(token, -(before % 8) / 8 - 0.25, [(token, -0.25)] * alternatives) for before, token in pairs]
 
 
 def read_adapter(base_dir: str, name: str, source: str) -> LoadedAdapter:

@@ -52,6 +52,8 @@ class Answer:
     def __init__(self, index: int) -> None:
         self.index = index
         self.scored: list[ScoredToken] = []
+        self.prompt: list[ScoredToken] = []
+        """Of the prompt, where it is repeated with its log probabilities; choice 0 has it for all."""
         self.finish: str | None = None
         self._pieces: list[str] = []
 
@@ -59,6 +61,7 @@ class Answer:
         """Take what a message brought."""
         self._pieces.append(delta.text)
         self.scored.extend(delta.scored)
+        self.prompt.extend(delta.prompt)
         self.finish = delta.finish or self.finish
 
     @property
@@ -244,22 +247,26 @@ class CompletionFormat(Format):
         super().__init__(**base)
         self._echo = echo
         self._echoed: set[int] = set()
+        self._prompt: list[ScoredToken] = []
         request = base.get("request")
         self._best = request.n if isinstance(request, Request) and request.drawn is not None else None
         """How many of the answers are given."""
 
     def full(self, answers: Sequence[Answer], usage: Usage) -> Json:
         """The whole answer: of more than were asked for, the likeliest."""
+        self._prompt = answers[0].prompt
         return super().full(answers if self._best is None else best(answers, self._best), usage)
 
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
         """The prompt where it is repeated, text, then the finish reason."""
-        if delta.empty:
+        self._prompt += delta.prompt
+        if not delta.text and not delta.scored and delta.finish is None:
             return []
         out = []
-        if self._echo and delta.index not in self._echoed:
+        if (self._echo or self._prompt) and delta.index not in self._echoed:
             self._echoed.add(delta.index)
-            out.append(self._chunk(delta.index, {"text": self._echo}, None, None))
+            scores = self._scores((), self._prompt) if self._prompt else None
+            out.append(self._chunk(delta.index, {"text": self._echo}, None, scores))
         if delta.text or delta.scored:
             out.append(self._chunk(delta.index, {"text": delta.text}, None, self._scores(delta.scored)))
         if delta.finish in _REASONS:
@@ -270,18 +277,21 @@ class CompletionFormat(Format):
         return {
             "index": answer.index,
             "text": self._echo + answer.text,
-            "logprobs": self._scores(answer.scored),
+            "logprobs": self._scores(answer.scored, self._prompt),
             "finish_reason": self._reason(answer),
         }
 
-    def _scores(self, scored: Sequence[ScoredToken]) -> Json | None:
+    def _scores(self, scored: Sequence[ScoredToken], prompt: Sequence[ScoredToken] = ()) -> Json | None:
+        """Of the answer's tokens, behind the prompt's where it is repeated: its first has nothing to be judged by."""
         if self._logprobs is None:
             return None
+        first, judged = prompt[:1], [*prompt[1:], *scored]
+        shift = len(self._echo)
         return {
-            "tokens": [s.text for s in scored],
-            "token_logprobs": [finite(s.logprob) for s in scored],
-            "top_logprobs": [_ranked(s) for s in scored] if self._logprobs else None,
-            "text_offset": [s.offset for s in scored],
+            "tokens": [s.text for s in (*prompt, *scored)],
+            "token_logprobs": [*(None for _ in first), *(finite(s.logprob) for s in judged)],
+            "top_logprobs": [*(None for _ in first), *map(_ranked, judged)] if self._logprobs else None,
+            "text_offset": [*(s.offset for s in prompt), *(shift + s.offset for s in scored)],
         }
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
+from msgspec.structs import replace as with_fields
 
 from gateway.errors import bad_request
 from gateway.grammars import json_text, tool_text
@@ -169,11 +170,7 @@ def parse_completion(raw: bytes) -> CompletionRequest:
         shared["drawn"] = best_of(fields, shared["n"], stream=shared["stream"])
     echo = read(fields, "echo", _ECHO, False)
     if echo and shared["params"].logprobs is not None:
-        raise bad_request(
-            "echo cannot be combined with logprobs: log probabilities are given for output tokens only.",
-            param="echo",
-            code="unsupported_parameter",
-        )
+        shared["params"] = with_fields(shared["params"], prompt_logprobs=True)
     return CompletionRequest(prompt=_prompt(fields), echo=echo, **shared)
 
 
@@ -320,7 +317,7 @@ def _part(path: str, part: _Part, role: str) -> str:
 _PROMPT = spec(str | list[int | str | list[int]], doc="One text, or one list of token ids.")
 _COMPLETION_LOGPROBS: Field[int | None] = spec(int, between(0, 5))
 
-_ECHO = spec(bool, doc="Begin each answer with the prompt.")
+_ECHO = spec(bool, doc="Begin each answer with the prompt; with logprobs, its tokens have theirs too.")
 
 COMPLETION_FIELDS: Mapping[str, Field[Any]] = {
     "prompt": _PROMPT,

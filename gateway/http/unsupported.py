@@ -49,7 +49,7 @@ _BOTH: dict[str, Unsupported] = {
     "skip_special_tokens": Unsupported("special tokens are never part of the text", (True,)),
     "spaces_between_special_tokens": Unsupported("special tokens are never part of the text", (True, False)),
     "truncate_prompt_tokens": Unsupported("prompts are never cut silently; shorten it before sending"),
-    "prompt_logprobs": Unsupported("log probabilities are given for output tokens only", (0, False)),
+    "prompt_logprobs": Unsupported("/v1/completions gives a prompt's with 'echo' and 'logprobs'", (0, False)),
     "add_special_tokens": Unsupported(_PROMPT),
     "structured_outputs": Unsupported(_GUIDED, ({},)),
     "structural_tag": Unsupported(_GUIDED),

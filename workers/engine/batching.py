@@ -17,6 +17,7 @@ import sys
 from bisect import bisect_right
 
 from workers.config import EngineConfig
+from workers.engine import scoring
 from workers.engine.drafting import Drafting
 from workers.engine.plan import Chunk, StepPlan
 from workers.engine.roster import Roster
@@ -41,12 +42,15 @@ class Batching:
         """Arrival of the last sequence that got a row when the budget did not reach all; -1 when it did."""
         self._mixed = False
         """Whether the plan under way may have a decode behind a prompt chunk."""
+        self._scorable = 0
+        """Rows of prompts that the plan under way may still score."""
         self._blocked = (-1, 0, 0)
         """The head that did not fit: its arrival, available blocks at which to try again, step at which to anyway."""
 
     def fill(self, plan: StepPlan, now: int) -> bool:
         """Put chunks, copies and blocks to zero into an empty plan. False when there is nothing to do."""
         roster = self._roster
+        self._scorable = scoring.MOST_ROWS
         if self._pool.dirty:
             plan.zero = self._pool.take_dirty()
         budget = self._config.max_step_tokens
@@ -202,6 +206,8 @@ class Batching:
             if self._roster.preempted and self._roster.departed(sequence):
                 continue
             rows = budget
+            if scoring.pending(sequence) and not self._scorable:
+                continue
             if self._slides:  # a table with a window has blocks for the rows that come next only
                 rows = min(self._rows(sequence), budget)
                 covered, budget = self._covered(plan, sequence, sequence.computed + rows, budget, now)
@@ -211,14 +217,20 @@ class Batching:
         return budget
 
     def _rows(self, sequence: Sequence) -> int:
-        """Its uncomputed tokens, at most a chunk of them."""
-        return min(len(sequence.tokens) - sequence.computed, self._config.max_chunk_tokens or sys.maxsize)
+        """Its uncomputed tokens, at most a chunk of them; of a prompt that is scored, what the step may still score."""
+        most = self._config.max_chunk_tokens or sys.maxsize
+        if scoring.pending(sequence):
+            most = min(most, self._scorable)
+        return min(len(sequence.tokens) - sequence.computed, most)
 
     def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         """As many of the sequence's uncomputed tokens as budget and cap allow. Returns how many."""
         start = sequence.computed
         known = len(sequence.tokens)
         rows = min(self._rows(sequence), budget)
+        if scoring.pending(sequence):
+            self._scorable -= rows
+            plan.scores = True
         samplers: tuple[Sequence, ...] = ()
         if start + rows == known:
             samplers = (sequence,)
@@ -253,6 +265,7 @@ class Batching:
                     sequence.blocks.append(block)
             if block >= 0:
                 plan.chunks.append(Chunk(sequence, 0, rows, (sequence,)))
+                plan.scores = plan.scores or scoring.pending(sequence)
                 budget -= rows
                 last = sequence.arrival
         return budget
@@ -269,6 +282,8 @@ class Batching:
                 return
             if static and not fresh_batch and not roster.waiting.returned:
                 return
+            if scoring.pending(head) and not self._scorable:
+                return
             known = len(head.tokens)
             fits = budget > 0 and (not whole or not plan.chunks or known <= budget)
             if not fits and not fresh_batch:
@@ -284,6 +299,7 @@ class Batching:
                 continue
             if whole:
                 plan.chunks.append(Chunk(head, 0, known, (head,)))
+                plan.scores = plan.scores or scoring.pending(head)
                 budget -= known
             else:
                 budget -= self._chunk(plan, head, budget)

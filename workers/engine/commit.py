@@ -13,6 +13,7 @@ Rules
 
 from __future__ import annotations
 
+from workers.engine import scoring
 from workers.engine.beams import BeamSearch, assign
 from workers.engine.drafting import Drafting
 from workers.engine.outputs import ends, last_output, output
@@ -45,6 +46,8 @@ class Commit:
         expected = sum(len(chunk.samplers) for chunk in plan.chunks)
         if len(sampled) != expected:
             raise ValueError(f"sampled: the runner returned {len(sampled)} results for {expected} samplers")
+        if plan.scores:
+            scoring.expect(plan, result)
         if self._drafting is not None:
             self._expect_drafts(plan, sampled)
             self._drafting.learn(plan, result, now - plan.started_ns)
@@ -85,6 +88,8 @@ class Commit:
             for sampler in samplers:
                 outputs.append(self._take(sampler, sampled[cursor], now))
                 cursor += 1
+        if plan.scores:
+            scoring.book(plan, result, outputs)
         return outputs
 
     @staticmethod

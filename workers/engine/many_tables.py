@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from workers.engine.scoring import reusable
 from workers.engine.sequence import Sequence
 from workers.engine.tables import DEAD, in_use, named
 
@@ -32,7 +33,7 @@ class ManyTables:
         known = len(sequence.tokens)
         found: list[list[int]] = [[] for _ in tables.windows]
         if sequence.chain is not None:
-            most = (known - 1) // tables.block_size
+            most = reusable(sequence, tables.block_size)
             sequence.chain.extend(sequence.keys, sequence.tokens, most)
             found = tables.hit(sequence.keys, most, pool.find)
         hit, hits = len(found[0]), in_use(found)

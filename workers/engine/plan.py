@@ -52,6 +52,8 @@ class StepPlan:
     """(block, host slot): bytes to copy out before anything else touches the blocks (``tiers.py``)."""
     restores: list[tuple[int, int]] = field(default_factory=list)
     """(host slot, block): bytes to copy in, after the zeroing and before the copies."""
+    scores: bool = False
+    """Whether prompts are scored (``scoring.py``); it may be that none of them is left."""
     started_ns: int = 0
     """The caller's ``now`` at planning, for records."""
 
@@ -84,6 +86,8 @@ class StepResult:
     """``sampled`` is parallel to the plan's samplers, flattened in chunk order."""
 
     sampled: list[Sampled]
+    scores: list[list[TokenLogprob]] = field(default_factory=list)
+    """Of each chunk that scores its prompt (``scoring.py``), in chunk order, of each such row the token behind it."""
     drafting_ns: int = 0
     """How much of the step a draft model took."""
     draft_ns: int = 0

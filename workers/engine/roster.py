@@ -24,6 +24,7 @@ from workers.engine.many_tables import ManyTables
 from workers.engine.purge import PurgeLedger
 from workers.engine.record import SequenceRecord
 from workers.engine.request import Limits
+from workers.engine.scoring import reusable
 from workers.engine.sequence import Sequence
 from workers.engine.service import ServiceCounters
 from workers.engine.slots import Slots
@@ -88,7 +89,7 @@ class Roster:
         pool = self.pool
         size = self.limits.block_size
         known = len(sequence.tokens)
-        most = (known - 1) // size
+        most = reusable(sequence, size)
         hits: list[int] = []
         if sequence.chain is not None:
             sequence.chain.extend(sequence.keys, sequence.tokens, most)

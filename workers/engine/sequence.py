@@ -86,6 +86,8 @@ class Sequence:
     prompt_computed: int = 0
     """Prompt tokens computed for the first time (recompute after preemption is not counted)."""
     prompt_cached: int = 0
+    scored: int = 0
+    """Rows of the prompt whose scores were reported (``scoring.py``)."""
     high_water: int = 0
     """Largest ``computed`` ever reached: tokens below it are recompute."""
     preemptions: int = 0

@@ -13,11 +13,12 @@ from array import array
 from dataclasses import dataclass
 from zlib import crc32
 
+from workers.engine import scoring
 from workers.engine.beams import Candidate
 from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from workers.engine.sequence import Sequence
 from workers.engine.verify import fold, standings
-from workers.protocol import SamplingParams
+from workers.protocol import SamplingParams, TokenLogprob
 
 
 class PlanError(AssertionError):
@@ -38,6 +39,11 @@ class Slot:
 def next_token(tokens: list[int], seed: int, vocab: int) -> int:
     """A token that depends on every token before it and on the sequence's seed."""
     return crc32(array("q", tokens).tobytes(), seed & 0xFFFFFFFF) % vocab
+
+
+def likelihood(tokens: list[int]) -> float:
+    """A made-up log probability of the last token, that depends on every token before it."""
+    return -(crc32(array("q", tokens).tobytes()) % 97) / 97
 
 
 def candidates(tokens: list[int], count: int, vocab: int) -> list[Candidate]:
@@ -100,8 +106,14 @@ class FakeRunner:
         self._copy(plan.copies)
         self._write(plan.chunks)
         sampled: list[Sampled] = []
+        scores: list[list[TokenLogprob]] = []
         for chunk in plan.chunks:
             line = self._read(chunk)
+            if scored := scoring.rows(chunk):
+                self._expect(plan.scores, "a prompt is scored in a plan that does not say so")
+                ends = range(chunk.start + scored.start + 1, chunk.start + scored.stop + 1)
+                known = chunk.sequence.tokens  # the last row scores a token that is not computed yet
+                scores.append([TokenLogprob(known[end], likelihood([*line[:end], known[end]])) for end in ends])
             for sampler in chunk.samplers:
                 known = line[: chunk.start + chunk.known]
                 self._expect(len(known) == len(sampler.tokens), "sampled before all was computed")
@@ -114,7 +126,7 @@ class FakeRunner:
                 sampled += fold([chunk], found)
         self.steps += 1
         self.rows += plan.tokens
-        return StepResult(sampled)
+        return StepResult(sampled, scores)
 
     def sample(self, sequence: Sequence, line: list[int]) -> Sampled:
         """The next token after ``line``, the tokens as memory holds them; for a beam its candidates."""

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from workers.engine.block_hash import BlockKey
 from workers.engine.block_pool import PUBLIC_OWNER, BlockPool, Holding
+from workers.engine.scoring import reusable
 from workers.engine.sequence import Fetch, Sequence, Swap
 from workers.engine.tier_files import File, Files, Orders, TierPurge
 from workers.engine.tier_rates import DISK, HOST, Rates
@@ -194,7 +195,7 @@ class Tiers:
             return
         for sequence, _ in zip(waiting, range(LOOK_AHEAD), strict=False):
             if sequence.fetch is None and sequence.chain is not None:
-                most = (len(sequence.tokens) - 1) // self._size
+                most = reusable(sequence, self._size)
                 sequence.chain.extend(sequence.keys, sequence.tokens, most)
                 sequence.fetch = self._fetch(disk, self._beyond(device, disk, sequence.keys[:most]), now)
                 if sequence.fetch.missing:

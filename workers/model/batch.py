@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.plan import Chunk
+from workers.engine.scoring import rows as scoring_rows
 from workers.engine.sequence import Sequence
 from workers.engine.verify import standings
+from workers.model.scores import Scored, scored
 from workers.model.staging import ship
 
 Ints = NDArray[np.int64]
@@ -45,7 +47,10 @@ class Layout:
     """Each sequence's block table."""
     block_size: int
     logit_rows: list[int] = field(default_factory=list)
-    """Rows whose logits are wanted: one per chunk that samples, and one more for each of its drafts."""
+    """Rows whose logits are wanted, in order: those that score a prompt; one per chunk that samples, and one more for
+    each of its drafts."""
+    scores: list[Scored] = field(default_factory=list)
+    """Which of ``logit_rows`` score prompts."""
     samplers: list[Sequence] = field(default_factory=list)
     more: list[Table] = field(default_factory=list)
     """Of a model with several block tables: those after the first, which is ``slots`` and ``blocks``."""
@@ -119,8 +124,8 @@ def place(layout: Layout, device: torch.device) -> Batch:
     return Batch(layout, tokens, positions, slots, rows, more)
 
 
-def lay_out(chunks: Items[Chunk], block_size: int) -> Layout:
-    """Lay out ``chunks``, in their order.
+def lay_out(chunks: Items[Chunk], block_size: int, *, scoring: bool = False) -> Layout:
+    """Lay out ``chunks``, in their order. ``scoring``: some may be of prompts that are scored.
 
     Raises ValueError when a chunk reaches past its sequence's tokens or blocks: the plan is wrong.
     """
@@ -130,6 +135,7 @@ def lay_out(chunks: Items[Chunk], block_size: int) -> Layout:
     batch_logits: list[int] = []
     samplers: list[Sequence] = []
     sampler_rows: list[int] = []
+    scores: list[Scored] = []
     for chunk in chunks:
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
         known = end - len(chunk.drafts)
@@ -146,6 +152,9 @@ def lay_out(chunks: Items[Chunk], block_size: int) -> Layout:
         lens.append(count)
         contexts.append(end)
         starts.append(rows)
+        if scoring and (part := scored(chunk, len(batch_logits))) is not None:
+            scores.append(part)
+            batch_logits += (rows + row for row in scoring_rows(chunk))
         rows += count
         if chunk.drafts:
             own_rows = range(rows - len(chunk.drafts) - 1, rows)
@@ -167,6 +176,7 @@ def lay_out(chunks: Items[Chunk], block_size: int) -> Layout:
         block_size=block_size,
         logit_rows=batch_logits,
         samplers=samplers,
+        scores=scores,
         sampler_rows=sampler_rows,
         more=[_table(chunks, number, block_size) for number in range(len(chunks[0].sequence.others))],
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from workers.config import EngineConfig, kv_bytes_per_token
+from workers.engine.scoring import MOST_ROWS
 from workers.model.config import ModelConfig
 from workers.model.kv_cache import KvCacheSizeError, block_count
 from workers.model.kv_tables import KvTables
@@ -25,6 +26,8 @@ from workers.model.quant.scheme import BITS
 
 SAMPLED_BYTES = 24
 """Per logit of a row that samples: fp32 logits, their scaled copy and its exponentials, a cumulative sum in fp64."""
+SCORED_BYTES = 12
+"""Per logit of a row that scores a prompt: fp32 logits, a copy without NaN, log probabilities."""
 CUDA_BUFFERS = 192 * 2**20
 """Workspace of FlashInfer and of cuBLAS, inputs of recorded steps."""
 CPU_BUFFERS = 32 * 2**20
@@ -171,7 +174,7 @@ def activation_bytes(model: ModelConfig, engine: EngineConfig, width: int, sampl
     inner = model.intermediate if model.moe is None else model.moe.per_token * model.moe.intermediate + model.moe.shared
     layer = rows * width * (3 * model.hidden + max(2 * heads, 4 * max(inner, model.intermediate)))
     running = rows if engine.max_running == "auto" else engine.max_running
-    return layer + min(rows, running) * sampled * SAMPLED_BYTES
+    return layer + min(rows, running) * sampled * SAMPLED_BYTES + min(rows, MOST_ROWS) * sampled * SCORED_BYTES
 
 
 def free_bytes(device: torch.device) -> int:

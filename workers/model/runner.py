@@ -18,6 +18,7 @@ from workers.model.graphs import DecodeGraphs
 from workers.model.host_tier import HostTier, prepare
 from workers.model.kv_cache import KvCache
 from workers.model.sampler import sample
+from workers.model.scores import score
 from workers.protocol import SamplingParams
 
 
@@ -64,15 +65,16 @@ class TorchRunner:
         prepare(plan, self.cache, self.host)
         if not plan.chunks:
             return StepResult([])
-        layout = lay_out(plan.chunks, self.cache.block_size)
+        layout = lay_out(plan.chunks, self.cache.block_size, scoring=plan.scores)
         deltas = deltas_of(plan.chunks, layout.starts, self._adapters, self._device)
         # A recorded step has no place for adapters: one that needs them runs as it comes.
         logits = self._graphs.run(layout) if self._graphs is not None and deltas is None else None
         if logits is None:
             logits = self._forward(layout, deltas)
-        if len(layout.samplers) != len(layout.logit_rows):
+        scores = score(logits, layout.scores) if layout.scores else []
+        if scores or len(layout.samplers) != len(layout.logit_rows):
             logits = logits[torch.tensor(layout.sampler_rows, dtype=torch.int64, device=self._device)]
-        return StepResult(fold(plan.chunks, sample(logits, layout.samplers)))
+        return StepResult(fold(plan.chunks, sample(logits, layout.samplers)), scores)
 
     def _forward(self, layout: Layout, deltas: Deltas | None = None) -> Tensor:
         batch = place(layout, self._device)

@@ -45,6 +45,8 @@ class _Merged:
     finish: FinishReason | None = None
     error: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_scored: int = 0
     timings: Timings | None = None
     device_ns: tuple[int, int, int] | None = None
     searched: int | None = None
@@ -56,6 +58,8 @@ class _Merged:
         self.tokens.extend(output.tokens)
         self.logprobs.extend(output.logprobs)
         self.text_logprobs.extend(output.text_logprobs)
+        self.prompt_logprobs.extend(output.prompt_logprobs)
+        self.prompt_scored = max(self.prompt_scored, output.prompt_scored)
         if output.text is not None:
             self.text = [*(self.text or ()), output.text]
         self.output_tokens = max(self.output_tokens, output.output_tokens)
@@ -82,6 +86,8 @@ class _Merged:
             finish=self.finish,
             error=self.error,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_scored=self.prompt_scored,
             timings=self.timings,
             device_ns=self.device_ns,
             searched=self.searched,

@@ -41,7 +41,6 @@ def test_what_is_drawn_is_what_counts() -> None:
         ({"best_of": 0}, "best_of"),
         ({"best_of": "2"}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
-        ({"echo": True, "logprobs": 0}, "echo"),
         ({"echo": "yes"}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from workers.engine import scoring
 from workers.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from workers.engine.sequence import Sequence
 from workers.engine.verify import fold, standings
@@ -19,6 +20,7 @@ from workers.model.native.adapters import NativeAdapter
 from workers.model.native.decoder import CHOICE, NativeCache, NativeDecoder, Rows
 from workers.model.philox import uniforms
 from workers.model.sampler import COLDEST, sample
+from workers.model.scores import Scored, score, scored
 
 
 class NativeRunner:
@@ -39,32 +41,15 @@ class NativeRunner:
         prepare(plan, self.cache, self.host)
         if not plan.chunks:
             return StepResult([])
-        rows, samplers, own = layout(plan, self.cache.block_size)
+        scores: list[Scored] = []
+        rows, samplers, own = layout(plan, self.cache.block_size, scores)
         adapters, which = used(plan.chunks, self._adapters)
         if adapters:
             rows.lora.extend(which)
-        return StepResult(fold(plan.chunks, self._sampled(rows, samplers, own, adapters)))
-
-    def _sampled(
-        self, rows: Rows, samplers: list[Sequence], own: list[int], adapters: list[NativeAdapter]
-    ) -> list[Sampled]:
         drawn, choices = _choices(len(rows.sample_rows), samplers, own)
         logits, best = self.decoder.forward(rows, choices, adapters)
-        choosy = [
-            place
-            for place, one in enumerate(samplers)
-            if best[own[place]] < 0 or not (own[place] in drawn or _takes(one, best[own[place]]))
-        ]
-        if not choosy:
-            return [Sampled([best[row]]) for row in own]
-        if len(choosy) == len(samplers):
-            # Rows of the kernel are padded; the sampler's lie one after the other.
-            return sample(logits[torch.tensor(own)] if len(own) != len(logits) else logits.contiguous(), samplers)
-        chosen = sample(logits[torch.tensor([own[place] for place in choosy])], [samplers[place] for place in choosy])
-        sampled = [Sampled([best[row]]) for row in own]
-        for place, one in zip(choosy, chosen, strict=True):
-            sampled[place] = one
-        return sampled
+        told = score(logits, scores) if scores else []
+        return StepResult(fold(plan.chunks, _sampled(logits, best, samplers, own, drawn)), told)
 
     @torch.inference_mode()
     def likeliest(self, chunks: list[Chunk]) -> list[int]:
@@ -98,6 +83,28 @@ class NativeRunner:
     def remove(self, digest: str) -> None:
         """Free an adapter that no sequence names any more: no thread of the kernel reads it between steps."""
         del self._adapters[digest]
+
+
+def _sampled(
+    logits: Tensor, best: array[int], samplers: list[Sequence], own: list[int], drawn: set[int]
+) -> list[Sampled]:
+    """What the kernel chose, where it could choose; the sampler is asked for the others."""
+    choosy = [
+        place
+        for place, one in enumerate(samplers)
+        if best[own[place]] < 0 or not (own[place] in drawn or _takes(one, best[own[place]]))
+    ]
+    if not choosy:
+        return [Sampled([best[row]]) for row in own]
+    if len(choosy) == len(samplers):
+        # Rows of the kernel are padded; the sampler's lie one after the other.
+        every = own == list(range(len(logits)))
+        return sample(logits.contiguous() if every else logits[torch.tensor(own)], samplers)
+    chosen = sample(logits[torch.tensor([own[place] for place in choosy])], [samplers[place] for place in choosy])
+    sampled = [Sampled([best[row]]) for row in own]
+    for place, one in zip(choosy, chosen, strict=True):
+        sampled[place] = one
+    return sampled
 
 
 def _takes(sequence: Sequence, token: int) -> bool:
@@ -152,8 +159,11 @@ def _plain(sequence: Sequence) -> bool:
     )
 
 
-def layout(plan: StepPlan, size: int) -> tuple[Rows, list[Sequence], list[int]]:
-    """The plan's chunks one after the other, its samplers, and each sampler's index among the rows that sample."""
+def layout(plan: StepPlan, size: int, scores: list[Scored] | None = None) -> tuple[Rows, list[Sequence], list[int]]:
+    """The plan's chunks one after the other, its samplers, and each sampler's index among the rows that have logits.
+
+    ``scores`` gets the rows that score prompts.
+    """
     rows = Rows()
     samplers: list[Sequence] = []
     own: list[int] = []
@@ -187,6 +197,9 @@ def layout(plan: StepPlan, size: int) -> tuple[Rows, list[Sequence], list[int]]:
             rows.tokens.extend(chunk.drafts)
             rows.positions.extend(range(start, end))
             rows.slots.extend(_slots(blocks, start, end, size))
+        if plan.scores and scores is not None and (part := scored(chunk, len(rows.sample_rows))) is not None:
+            scores.append(part)
+            rows.sample_rows.extend(rows.first[-1] + row for row in scoring.rows(chunk))
         if chunk.drafts:
             samplers += standings(chunk)
             checked = len(chunk.drafts) + 1
