@@ -46,6 +46,28 @@ _MESSAGE = _object(
     {"tool_calls": _list(_ANYTHING)}, role=_constant("assistant"), content=_nullable(_TEXT), refusal={"type": "null"}
 )
 _FINISH = _one_of("stop", "length", "tool_calls")
+_MESSAGE_ITEM = _object(
+    id=_TEXT,
+    type=_constant("message"),
+    role=_constant("assistant"),
+    status=_one_of("completed", "incomplete"),
+    content=_list(
+        _object(
+            type=_constant("output_text"),
+            text=_TEXT,
+            annotations=_list(_ANYTHING),
+            logprobs=_list(_object(top_logprobs=_list(_TOKEN), **_TOKEN["properties"])),
+        )
+    ),
+)
+_CALL_ITEM = _object(
+    id=_TEXT,
+    type=_constant("function_call"),
+    call_id=_TEXT,
+    name=_TEXT,
+    arguments=_TEXT,
+    status=_one_of("completed", "incomplete"),
+)
 
 
 def _completion(kind: str, choice: Json) -> Json:
@@ -91,22 +113,7 @@ ANSWERS: Json = {
         error={"type": "null"},
         incomplete_details=_nullable(_object(reason=_one_of("max_output_tokens"))),
         model=_TEXT,
-        output=_list(
-            _object(
-                id=_TEXT,
-                type=_constant("message"),
-                role=_constant("assistant"),
-                status=_one_of("completed", "incomplete"),
-                content=_list(
-                    _object(
-                        type=_constant("output_text"),
-                        text=_TEXT,
-                        annotations=_list(_ANYTHING),
-                        logprobs=_list(_object(top_logprobs=_list(_TOKEN), **_TOKEN["properties"])),
-                    )
-                ),
-            )
-        ),
+        output=_list({"anyOf": [_MESSAGE_ITEM, _CALL_ITEM]}),
         usage=_object(
             input_tokens=_COUNT,
             input_tokens_details=_object(cached_tokens=_COUNT),

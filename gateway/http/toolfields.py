@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -15,9 +16,12 @@ from gateway.toolbox import Tool, Toolbox, ToolCall
 
 MAX_TOOLS = 128
 _ANY: dict[str, Any] = {"type": "object"}
+_DOCUMENTED = ("name", "description", "parameters", "strict")
 
 
-class _Function(msgspec.Struct):
+class Function(msgspec.Struct):
+    """``tools[].function``."""
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -26,16 +30,18 @@ class _Function(msgspec.Struct):
 
 class _Tool(msgspec.Struct):
     type: str
-    function: _Function | None = None
+    function: Function | None = None
 
 
-class _Named(msgspec.Struct):
+class Named(msgspec.Struct):
+    """A function by its name."""
+
     name: str
 
 
 class _Choice(msgspec.Struct):
     type: str
-    function: _Named | None = None
+    function: Named | None = None
 
 
 class CalledFunction(msgspec.Struct):
@@ -64,14 +70,28 @@ def toolbox(fields: Mapping[str, msgspec.Raw]) -> Toolbox | None:
     """What a chat says of tools; None where it names none. Raises ApiError 400 with ``param``."""
     given = read(fields, "tools", _TOOLS, [])
     choice = read(fields, "tool_choice", _CHOICE, "auto")
-    parallel = read(fields, "parallel_tool_calls", _PARALLEL, True)
-    if not given:
+    named = choice if isinstance(choice, str) or choice.type != "function" else choice.function
+    if named is None or not isinstance(named, str | Named):
+        raise bad_request(
+            'tool_choice must have the form {"type": "function", "function": {"name": …}}.', param="tool_choice"
+        )
+    return assembled((_tool(f"tools[{i}]", tool) for i, tool in enumerate(given)), named, parallel(fields))
+
+
+def parallel(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether one answer may hold several calls. Raises ApiError 400."""
+    return read(fields, "parallel_tool_calls", _PARALLEL, True)
+
+
+def assembled(given: Iterable[Tool], choice: str | Named, several: bool) -> Toolbox | None:
+    """The toolbox, checked as a whole; None without tools. Raises ApiError 400 with ``param``."""
+    tools = tuple(islice(given, MAX_TOOLS + 1))
+    if not tools:
         if choice not in ("auto", "none"):
             raise bad_request("tool_choice needs tools; send the functions that may be called.", param="tool_choice")
         return None
-    if len(given) > MAX_TOOLS:
-        raise bad_request(f"tools takes at most {MAX_TOOLS} functions, got {len(given)}.", param="tools")
-    tools = tuple(_tool(f"tools[{i}]", tool) for i, tool in enumerate(given))
+    if len(tools) > MAX_TOOLS:
+        raise bad_request(f"tools takes at most {MAX_TOOLS} functions; send fewer.", param="tools")
     names = {tool.name for tool in tools}
     if len(names) < len(tools):
         raise bad_request("tools: two functions have the same name; give each its own.", param="tools")
@@ -82,31 +102,28 @@ def toolbox(fields: Mapping[str, msgspec.Raw]) -> Toolbox | None:
                 f"tool_choice must be auto, none, required or name a function, got {scrap(choice)}.",
                 param="tool_choice",
             )
-        return Toolbox(tools, choice, parallel)  # type: ignore[arg-type]  # one of the three
-    if choice.type != "function" or choice.function is None:
-        raise bad_request(
-            'tool_choice must have the form {"type": "function", "function": {"name": …}}.', param="tool_choice"
-        )
-    if choice.function.name not in names:
-        raise bad_request(
-            f"tool_choice names {scrap(choice.function.name)}, which is not among tools.", param="tool_choice"
-        )
-    return Toolbox(tools, "named", parallel=False, named=choice.function.name)
+        return Toolbox(tools, choice, several)  # type: ignore[arg-type]  # one of the three
+    if choice.name not in names:
+        raise bad_request(f"tool_choice names {scrap(choice.name)}, which is not among tools.", param="tool_choice")
+    return Toolbox(tools, "named", parallel=False, named=choice.name)
 
 
 def _tool(path: str, tool: _Tool) -> Tool:
     if tool.type != "function" or tool.function is None:
         raise bad_request(f"{path} must be a function: only these are supported.", param=f"{path}.type")
-    function = tool.function
+    return function_tool(f"{path}.function", tool.function)
+
+
+def function_tool(path: str, function: Function) -> Tool:
+    """A function, checked. Raises ApiError 400 below ``path``."""
     if not NAME.fullmatch(function.name):
-        raise _bad_name(f"{path}.function.name", function.name)
+        raise _bad_name(f"{path}.name", function.name)
     parameters = function.parameters or _ANY
     if parameters.get("type", "object") != "object":
         raise bad_request(
-            f"{path}.function.parameters must be the schema of an object: arguments have names.",
-            param=f"{path}.function.parameters",
+            f"{path}.parameters must be the schema of an object: arguments have names.", param=f"{path}.parameters"
         )
-    document = {key: value for key, value in msgspec.structs.asdict(function).items() if value is not None}
+    document = {name: value for name in _DOCUMENTED if (value := getattr(function, name)) is not None}
     return Tool(
         function.name,
         {"type": "object", **parameters},
@@ -122,16 +139,21 @@ def calls(path: str, given: list[Called] | None) -> tuple[ToolCall, ...]:
 def _call(path: str, call: Called) -> ToolCall:
     if call.type != "function":
         raise bad_request(f"{path}.type must be 'function', got {scrap(call.type)}.", param=f"{path}.type")
-    if not NAME.fullmatch(call.function.name):
-        raise _bad_name(f"{path}.function.name", call.function.name)
-    param = f"{path}.function.arguments"
+    return made_call(f"{path}.function", call.id, call.function)
+
+
+def made_call(path: str, name: str, function: CalledFunction) -> ToolCall:
+    """A call, checked; ``name`` is the call's own. Raises ApiError 400 below ``path``."""
+    if not NAME.fullmatch(function.name):
+        raise _bad_name(f"{path}.name", function.name)
+    param = f"{path}.arguments"
     try:
-        value = msgspec.json.decode(call.function.arguments)
+        value = msgspec.json.decode(function.arguments)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise bad_request(f"{param} must be a JSON object written as a string.", param=param)
-    return ToolCall(call.id, call.function.name, call.function.arguments)
+    return ToolCall(name, function.name, function.arguments)
 
 
 def _bad_name(param: str, name: str) -> ApiError:

@@ -159,3 +159,64 @@ def test_a_tool_whose_schema_does_not_compile_is_named(server: Server) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         server.client().chat.completions.create(model=MODEL, messages=QUESTION, tools=[broken])
     assert error.value.param == "tools"
+
+
+FLAT: Any = {"type": "function", **WEATHER["function"]}
+
+
+class Lookup(BaseModel):
+    city: str
+
+
+def test_responses_call_functions_there_and_back(server: Server) -> None:
+    client = server.client()
+    arguments: Any = {
+        "model": MODEL,
+        "input": QUESTION,
+        "tools": [FLAT, {"type": "function", "name": "get_time", "parameters": {"type": "object"}}],
+        "tool_choice": {"type": "function", "name": "get_weather"},
+        "temperature": 0,
+        "max_output_tokens": 120,
+    }
+    answer = client.responses.create(**arguments)
+    [call] = answer.output
+    assert call.type == "function_call"
+    assert (answer.status, call.status, call.name) == ("completed", "completed", "get_weather")
+    assert set(json.loads(call.arguments)) == {"city", "unit"}
+
+    with client.responses.stream(**arguments) as stream:
+        said = list(stream)
+        final = stream.get_final_response()
+    pieces = [event for event in said if event.type == "response.function_call_arguments.delta"]
+    assert len(pieces) > 1
+    assert pieces[-1].snapshot == call.arguments
+    [streamed] = final.output
+    assert streamed.type == "function_call"
+    assert (streamed.name, streamed.arguments) == (call.name, call.arguments)
+
+    talk: Any = [*QUESTION, call.model_dump(exclude_none=True)]
+    talk.append({"type": "function_call_output", "call_id": call.call_id, "output": "Rain, 4 degrees."})
+    after = client.responses.create(model=MODEL, input=talk, tools=[FLAT], tool_choice="none", max_output_tokens=8)
+    assert after.output_text
+    assert [item.type for item in after.output] == ["message"]
+
+
+def test_responses_parse_a_function_and_name_a_broken_one(server: Server) -> None:
+    client = server.client()
+    parsed = client.responses.parse(
+        model=MODEL,
+        input=QUESTION,
+        tools=[openai.pydantic_function_tool(Lookup)],  # type: ignore[list-item]  # as the client documents it
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=100,
+        temperature=0,
+    )
+    [call] = parsed.output
+    assert call.type == "function_call"
+    assert isinstance(call.parsed_arguments, Lookup)
+    assert call.status == "completed"
+    broken: Any = {"type": "function", "name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(model=MODEL, input=QUESTION, tools=[broken])
+    assert error.value.param == "tools"

@@ -10,10 +10,13 @@ import pytest
 from openai.types.responses import Response
 from pydantic import TypeAdapter
 
+from gateway.choices import ChoiceDelta, ScoredToken
 from gateway.errors import ApiError, shed
 from gateway.http.common import FIELDS as COMMON
+from gateway.http.openai import collect
 from gateway.http.responses import FIELDS, UNSUPPORTED, ResponsesFormat, parse_responses
-from gateway.http.schemas import Message
+from gateway.http.schemas import Message, parse_chat
+from gateway.toolbox import ToolCall
 from policies.types import Usage
 from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Site, events, token
@@ -24,6 +27,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SETTINGS: dict[str, Any] = {"tenants": [{"id": "alpha"}, {"id": "small", "limits": {"max_output_tokens": 4}}]}
 EVENT: TypeAdapter[Any] = TypeAdapter(openai.types.responses.ResponseStreamEvent)
 TEXT = {"model": MODEL, "input": "hello"}
+TOOL = {
+    "type": "function",
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+CALL = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "2"}
 
 
 def parsed(**fields: Any) -> Any:
@@ -73,6 +84,104 @@ async def test_a_format_is_a_chats_response_format() -> None:
     assert plain.response_format is not None
 
 
+async def test_calls_and_their_results_become_a_chats() -> None:
+    second = {**CALL, "call_id": "c2", "arguments": "{}"}
+    other = {**RESULT, "call_id": "c2", "output": [{"type": "input_text", "text": "3"}]}
+    said = {"role": "assistant", "content": "let me see"}
+    request = parsed(input=[{"role": "user", "content": "1+1"}, said, CALL, second, RESULT, other], tools=[TOOL])
+    first, again = ToolCall("c1", "add", '{"a": 1}'), ToolCall("c2", "add", "{}")
+    assert request.messages == (
+        Message("user", "1+1"),
+        Message("assistant", "let me see", (first, again)),
+        Message("tool", "2", tool_call_id="c1"),
+        Message("tool", "3", tool_call_id="c2"),
+    )
+    assert parsed(input=[CALL, RESULT]).messages[0] == Message("assistant", "", (first,))
+    assert request.features() == {"tools"}
+
+
+async def test_tools_are_a_chats_and_come_back_in_this_apis_form() -> None:
+    named = {"type": "function", "name": "add"}
+    request = parsed(tools=[TOOL], tool_choice=named, parallel_tool_calls=False)
+    chat = {"type": "function", "function": {name: value for name, value in TOOL.items() if name != "type"}}
+    assert (
+        request.toolbox
+        == parse_chat(
+            json.dumps(
+                {
+                    "model": "m",
+                    "messages": [{"role": "user", "content": "x"}],
+                    "tools": [chat],
+                    "tool_choice": {"type": "function", "function": {"name": "add"}},
+                }
+            ).encode()
+        ).toolbox
+    )
+    answer = ResponsesFormat(job_id="1", model="m", created=1, request=request)._response("in_progress", [])
+    assert answer["tools"] == [{**TOOL, "strict": True}]
+    assert (answer["tool_choice"], answer["parallel_tool_calls"]) == (named, False)
+    assert parsed(tools=[TOOL], tool_choice="none").constraint() is None
+
+
+ANSWERS = {
+    "calls": ("stop", 'Sure. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'),
+    "two calls": (
+        "stop",
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{"name": "add", '
+        '"arguments": {"a": "}\\n"}}\n</tool_call>',
+    ),
+    "cut call": ("length", 'A <tool_call>\n{"name": "add", "arguments": {"a": 1'),
+    "cut name": ("length", 'A <tool_call>\n{"name": "ad'),
+    "text": ("stop", "1 < 2, and that is <tool"),
+    "nothing": ("stop", ""),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("step", [1, 3, 7, 1000])
+async def test_items_are_the_same_streamed_and_whole(name: str, step: int) -> None:
+    """The stream's events build what the whole answer holds, log probabilities included."""
+    finish, text = ANSWERS[name]
+    request = parsed(tools=[TOOL], top_logprobs=1)
+    cuts = [text[at : at + step] for at in range(0, len(text), step)]
+    scored = [ScoredToken(cut.encode(), -1.0, offset=at * step) for at, cut in enumerate(cuts)]
+    deltas = [ChoiceDelta(0, cut, scored=(score,)) for cut, score in zip(cuts, scored, strict=True)]
+    last = ChoiceDelta(0, finish=finish)  # type: ignore[arg-type]
+    whole = ResponsesFormat(job_id="1", model="m", created=1, request=request).full(
+        collect([*deltas, last], 1), Usage(3, 0, 5)
+    )
+    Response.model_validate(whole, strict=True)
+    streaming = ResponsesFormat(job_id="1", model="m", created=1, request=request)
+    said = events((streaming.stream([*deltas, last]) + streaming.closing(Usage(3, 0, 5))).decode())
+    for event in said:
+        EVENT.validate_python(event, strict=True)
+    assert said[-1]["response"]["output"] == whole["output"]
+    assert said[-1]["type"] == f"response.{whole['status']}" == f"response.{ENDS[finish]}"
+    built: dict[int, str] = {}
+    for event in said:
+        if event["type"] in ("response.output_text.delta", "response.function_call_arguments.delta"):
+            built[event["output_index"]] = built.get(event["output_index"], "") + event["delta"]
+    kinds = [item["type"] for item in whole["output"]]
+    for index, item in enumerate(whole["output"]):
+        expected = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert built.get(index, "") == expected
+        if item["type"] == "message":
+            told = item["content"][0]["logprobs"]
+            assert [score["token"] for score in told] == [
+                cut for at, cut in enumerate(cuts) if at * step < len(expected)
+            ]
+    assert kinds == {"calls": ["message", "function_call"], "two calls": ["function_call"] * 2}.get(name, kinds)
+    assert [item["status"] for item in whole["output"]] == {
+        "calls": ["completed"] * 2,
+        "two calls": ["completed"] * 2,
+        "cut call": ["completed", "incomplete"],
+        "cut name": ["incomplete"],
+    }.get(name, ["completed"])
+
+
+ENDS = {"stop": "completed", "length": "incomplete"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -81,7 +190,20 @@ async def test_a_format_is_a_chats_response_format() -> None:
         ({"conversation": {"id": "c"}}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
+        ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{**TOOL, "name": f"f{i}"} for i in range(129)]}, "tools"),
+        ({"tools": [{**TOOL, "description": "d" * 70_000}]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "ignore_eos": True}, "ignore_eos"),
+        ({"tools": [TOOL], "max_tool_calls": 2}, "max_tool_calls"),
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"max_tokens": 5}, "max_tokens"),
@@ -101,7 +223,17 @@ async def test_a_format_is_a_chats_response_format() -> None:
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [CALL, {"type": "function_call_output", "call_id": "c1"}]}, "input[1].output"),
+        ({"input": [CALL, CALL]}, "input[1].call_id"),
+        ({"input": [{**CALL, "arguments": "no object"}]}, "input[0].arguments"),
+        ({"input": [{**CALL, "arguments": "[1]"}]}, "input[0].arguments"),
+        ({"input": [{**CALL, "name": "no name"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [CALL, {**RESULT, "output": [{"type": "input_image"}]}]}, "input[1].output[0].type"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"model": ""}, "model"),
