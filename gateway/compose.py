@@ -17,6 +17,7 @@ from typing import cast
 
 import pluggy
 
+from gateway import log
 from gateway.adapters import Adapters
 from gateway.config_file import SOURCELESS
 from gateway.delivery import Delivery
@@ -55,7 +56,7 @@ from gateway.state.registrar import Registrar
 from gateway.telemetry import Telemetry, setup
 from gateway.tenants import Tenants
 from gateway.timed import unwrap
-from gateway.tls import Certificates
+from gateway.tls import Certificates, unencrypted
 from gateway.versions import of_workers, own
 from gateway.worker_slot import SlotOptions
 from policies.manager import make_manager, tenant_from_claims
@@ -63,6 +64,8 @@ from policies.registry import Registry
 from policies.spi import PolicyContext
 from workers.launchers.base import LaunchContext, Launcher
 from workers.rpc import TlsFiles
+
+_log = log.get("compose")
 
 SECRET_ENV = "FOREBAY_SERVER_SECRET"  # noqa: S105 - the variable's name
 """Keys the cache scopes. Replicas that share workers need the same; without it every start makes its own."""
@@ -232,6 +235,8 @@ def _pool(
 def _launcher(config: PoolConfig, registry: Registry, env: Mapping[str, str], base_dir: Path) -> Launcher:
     """Import what the launcher's spec names and call it with the pool's ``launch:`` block."""
     launch = config.launch
+    for address in unencrypted(launch.addresses) if launch.tls is None else ():
+        _log.warning("worker_unencrypted", pool=config.name, address=address, remedy="launch.tls")
     module, _, attribute = registry.launcher(launch.use).target.partition(":")
     make = getattr(importlib.import_module(module), attribute)
     context = LaunchContext(

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from gateway import log
 from gateway.settings import Settings
 from gateway.settings_tls import Tls
+from policies.auth.none import is_loopback
 from workers.rpc import TlsFilesError
 from workers.rpc.tls import load_pair
 
@@ -105,6 +107,14 @@ class Certificates:
         while self.listen is not None or self.admin is not None:
             await asyncio.sleep(WATCH_S)
             await self.renew()
+
+
+def unencrypted(addresses: Iterable[str]) -> Iterator[str]:
+    """Addresses of other machines: without TLS prompts, answers and the secret can be read on the way."""
+    for address in addresses:
+        host = address.rpartition(":")[0].strip("[]")
+        if not address.startswith("unix:") and not is_loopback(host):
+            yield address
 
 
 def _context() -> ssl.SSLContext:

@@ -39,6 +39,19 @@ async def test_an_open_admin_listener_with_a_token_is_made() -> None:
     await gateway.stop()
 
 
+async def test_workers_of_other_machines_without_tls_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    addresses = ["127.0.0.1:9", "[::1]:9", "localhost:9", "unix:/run/w", "10.0.0.5:9000", "gpu1.internal:9000"]
+    launch = {"use": "static", "addresses": addresses, "secret_env": "S", "count": 6}
+    pools = [{"name": "far", "launch": launch}]
+    changes = {"models": [{"name": "m", "source": "x", "pools": pools}]}
+    gateway = build(settings(**changes), env={"FOREBAY_JWT_KEY": KEY, "S": "a secret of workers"})
+    said = [line for line in capsys.readouterr().out.splitlines() if "worker_unencrypted" in line]
+    assert len(said) == 2
+    assert "10.0.0.5:9000" in said[0]
+    assert "gpu1.internal:9000" in said[1]
+    await gateway.stop()
+
+
 def test_an_unknown_sampler_is_named() -> None:
     env = {"FOREBAY_JWT_KEY": KEY, "OTEL_TRACES_SAMPLER": "sometimes"}
     with pytest.raises(BuildError, match="OTEL_TRACES_SAMPLER"):

@@ -16,6 +16,7 @@ import grpc.aio
 import msgspec
 
 from workers.protocol import AdapterAnswer, Cancel, Down, Generate, Hello, Purged, StepOutputs, decode_down, encode
+from workers.rpc.listening import Listener
 from workers.rpc.outbox import Outbox, frames
 from workers.rpc.tls import TlsFiles
 from workers.rpc.wire import MAX_FRAME, OPEN_KEY, ORPHAN_WAIT_S, SECRET_KEY, SERVER_OPTIONS, SERVICE, cancel_all
@@ -51,9 +52,8 @@ class WorkerServer:
         self.address = address
         self._on_message = on_message
         self._secret = secret.encode() if secret is not None else None
-        self._tls = tls
         self._blocks = blocks
-        self._server: grpc.aio.Server | None = None
+        self._listener = Listener(self._made, tls)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending = asyncio.Event()
         self._outbox = Outbox(self._wake)
@@ -75,26 +75,18 @@ class WorkerServer:
         """Listen. Sets ``address`` to the real one. Raises OSError when it cannot."""
         self._loop = asyncio.get_running_loop()
         self._hello = self._loop.create_future()
+        self.address = await self._listener.start(self.address)
+
+    def _made(self, joined: bool) -> grpc.aio.Server:
         calls = MAX_SESSIONS + (MAX_READERS if self._blocks is not None else 0)
-        server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=calls)
+        options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(joined))]
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=calls)
         handlers = {"Session": grpc.stream_stream_rpc_method_handler(self._serve)}  # type: ignore[no-untyped-call]
         if self._blocks is not None:
             handlers["Blocks"] = self._blocks
         generic = grpc.method_handlers_generic_handler(SERVICE, handlers)  # type: ignore[no-untyped-call]
         server.add_generic_rpc_handlers((generic,))
-        try:
-            if self._tls is None:
-                port = server.add_insecure_port(self.address)
-            else:
-                port = server.add_secure_port(self.address, self._tls.for_server())
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {self.address}: in use, or not an address of this machine") from error
-        if self.address.startswith("unix:"):
-            os.chmod(self.address.removeprefix("unix:"), 0o600)
-        else:
-            self.address = f"{self.address.rpartition(':')[0]}:{port}"
-        await server.start()
-        self._server = server
+        return server
 
     def ready(self, hello: Hello) -> None:
         """The model is loaded: greet the waiting gateway, and every later one."""
@@ -126,9 +118,7 @@ class WorkerServer:
 
     async def stop(self) -> None:
         """Close the port and every stream."""
-        if self._server is not None:
-            await self._server.stop(0.2)
-            self._server = None
+        await self._listener.stop()
         if self._hello is not None:
             self._hello.cancel()
 

@@ -3,8 +3,7 @@
 Rules
 - A worker talks to nobody without a certificate of its ``ca``; a gateway to no worker whose certificate is not of its
   own ``ca`` and for the worker's name (``server_name``, else the address's host).
-- Files are PEM. A gateway reads them for every connection that it opens; a worker once, at its start: gRPC's asyncio
-  server waits for ever when it is told to ask for renewed ones. Drain a worker to renew its certificate.
+- Files are PEM. A gateway reads them for every connection that it opens, a worker when they change (``listening.py``).
 - TLS 1.2 at least (gRPC's own minimum).
 """
 
@@ -25,6 +24,8 @@ RETRY_S = 0.25
 """How soon a worker that does not listen yet is tried again."""
 _WORD_S = 5.0
 """How long a worker may take to say its first word after the handshake."""
+Stamps = tuple[tuple[int, int], ...] | None
+"""What tells whether files have changed; None while one is missing."""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 """How a client of HTTP/2 begins: the preface and empty settings (RFC 9113 §3.4)."""
 
@@ -42,6 +43,14 @@ class TlsFiles:
     key: Path
     server_name: str | None = None
     """For a gateway: the name in the worker's certificate."""
+
+    def stamps(self) -> Stamps:
+        """Of all three files."""
+        try:
+            stats = [path.stat() for path in (self.ca, self.cert, self.key)]
+        except OSError:
+            return None
+        return tuple((stat.st_mtime_ns, stat.st_ino) for stat in stats)
 
     def check(self) -> None:
         """Raises TlsFilesError for files that cannot be read, do not belong together or are no PEM."""

@@ -35,7 +35,6 @@ SERVER_OPTIONS = [
     *_COMMON,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_S * 500),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),
 ]
 CLIENT_OPTIONS = [
     *_COMMON,

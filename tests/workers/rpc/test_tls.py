@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -11,11 +12,12 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from cryptography import x509
 
 from tests.certificates import Authority, Pair
 from workers.options import OptionsError, parse
-from workers.protocol import PROTOCOL, Down, Hello
-from workers.rpc import METHOD, SECRET_KEY, SessionError, TlsFiles, TlsFilesError, WorkerClient, WorkerServer
+from workers.protocol import PROTOCOL, Down, Hello, StepOutputs, WorkerStats
+from workers.rpc import METHOD, SECRET_KEY, SessionError, TlsFiles, TlsFilesError, WorkerClient, WorkerServer, listening
 
 SECRET = "correct-horse-battery"
 HELLO = Hello(PROTOCOL, "w", "m", "rev", "sha", 16, 64, 8, 4096)
@@ -147,6 +149,61 @@ async def test_a_gateways_renewed_certificate_is_used_by_its_next_connection(
     shutil.move(good.key, pair.key)
     shutil.move(good.cert, pair.cert)
     assert await greeting(WorkerClient(address, SECRET, tls=gateway)) == HELLO
+
+
+async def shown(address: str, gateway: TlsFiles) -> int:
+    """The serial number of the certificate that a new connection is shown."""
+    host, port = address.split(":")
+    _, writer = await asyncio.open_connection(host, int(port), ssl=gateway.context(), server_hostname=host)
+    try:
+        der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        return x509.load_der_x509_certificate(der).serial_number
+    finally:
+        writer.transport.abort()
+
+
+async def test_a_workers_renewed_certificate_is_shown_and_its_stream_goes_on(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(listening, "WATCH_S", 0.05)
+    pair, gateway = authority.issue("worker", "127.0.0.1"), files(authority, authority.issue("gateway"))
+    server = WorkerServer("127.0.0.1:0", lambda message: None, secret=SECRET, tls=files(authority, pair))
+    await server.start()
+    server.ready(HELLO)
+    client = WorkerClient(server.address, SECRET, tls=gateway)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(server.stop)
+        stack.push_async_callback(client.close)
+        await client.connect(10)
+        news = aiter(client)
+        assert await anext(news) == HELLO
+        first = await shown(server.address, gateway)
+
+        pair.key.write_text("no key")
+        async with asyncio.timeout(30):
+            while "certificate_not_renewed" not in capsys.readouterr().out:
+                await asyncio.sleep(0.02)
+        assert await shown(server.address, gateway) == first
+
+        authority.issue("worker", "127.0.0.1")
+        async with asyncio.timeout(30):
+            while await shown(server.address, gateway) == first:
+                await asyncio.sleep(0.02)
+        server.publish(StepOutputs(7, [], WorkerStats(free_blocks=3)))
+        told = await anext(news)
+        assert isinstance(told, StepOutputs)
+        assert told.step == 7, "the stream that was open goes on"
+        again = WorkerClient(server.address, SECRET, tls=gateway)
+        assert await greeting(again) == HELLO
+
+
+async def test_a_port_that_somebody_has_is_not_joined(authority: Authority, serve: Serve) -> None:
+    tls = files(authority, authority.issue("worker", "127.0.0.1"))
+    address = await serve(tls)
+    second = WorkerServer(address, lambda message: None, secret=SECRET, tls=tls)
+    with pytest.raises(OSError, match="cannot listen on"):
+        await second.start()
+    await second.stop()
 
 
 async def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Path) -> None:
