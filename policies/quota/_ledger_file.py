@@ -12,6 +12,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -32,6 +33,7 @@ _PAGES_UNBOUNDED = (1 << 32) - 2
 _BUSY_S = 0.5
 """How long another process (somebody with a shell) may lock the file before writing counts as failed."""
 _OTHERS = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _OLD_ROWS = 2000
 """Deleted at once, so that the thread is soon back."""
 
@@ -95,9 +97,9 @@ class LedgerFile:
             with contextlib.suppress(sqlite3.Error):
                 self._bound(self._options.max_bytes)
 
-    def recovered(self) -> None:
-        """Writing works again: put space by anew, if there is any."""
-        self._restore_ballast()
+    def recovered(self) -> bool:
+        """Put space by anew. False: there is none, and what is left is for what has run."""
+        return self._restore_ballast()
 
     def forget(self, wall: float) -> bool:
         """Delete some of the rows that are older than ``keep_days``; sums stay. Whether there may be more."""
@@ -157,17 +159,22 @@ class LedgerFile:
         pages = _PAGES_UNBOUNDED if max_bytes is None else max(1, max_bytes // self._page_bytes)
         self._connection.execute(f"PRAGMA max_page_count = {pages}")
 
-    def _restore_ballast(self) -> None:
+    def _restore_ballast(self) -> bool:
+        """False: for lack of space. A disk that cannot put any by for another reason has to do without."""
         if self._ballast.exists():
-            return
-        with contextlib.suppress(OSError):
+            return True
+        try:
             descriptor = os.open(self._ballast, os.O_CREAT | os.O_WRONLY, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, BALLAST_BYTES)
-            except OSError:
-                self._ballast.unlink()
-            finally:
-                os.close(descriptor)
+        except OSError as error:
+            return error.errno not in _NO_SPACE
+        try:
+            os.posix_fallocate(descriptor, 0, BALLAST_BYTES)
+        except OSError as error:
+            self._ballast.unlink()
+            return error.errno not in _NO_SPACE
+        finally:
+            os.close(descriptor)
+        return True
 
 
 def read(path: Path, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:

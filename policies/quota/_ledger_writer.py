@@ -4,7 +4,8 @@ Rules
 - The thread is the only one that touches the file. ``put`` may be called from the event loop only.
 - A batch that fails fails its reservations. What must not be lost (settlements, ends of leases) is written beyond all
   bounds, or else kept here and tried again before anything else, every ``RETRY_S`` and with every new batch: until
-  then no reservation passes, so what is kept is bounded by what was running.
+  then no reservation passes, so what is kept is bounded by what was running. Nor does one pass before the ballast is
+  there again: the space that it gave up belongs to what was running, not to new work.
 - A future that is given to ``put`` is resolved once, in its own loop: True when its rows are written, False when they
   are kept to be written later; an exception for a reservation that is not taken.
 """
@@ -96,6 +97,8 @@ class Writer:
     def _write(self, batch: list[Item]) -> None:
         items = [*self._kept, *batch]
         try:
+            if not self.healthy and not self._file.recovered():
+                raise sqlite3.OperationalError("no space is left to put by")
             self._file.write(_rows(items))
         except sqlite3.Error as error:
             self._write_what_must_be([item for item in items if item.must], error)
@@ -103,7 +106,6 @@ class Writer:
             return
         if not self.healthy:
             _log.warning("the ledger can be written again")
-            self._file.recovered()
         self.healthy, self._kept = True, []
         self._answer(batch, None)
 
