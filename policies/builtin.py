@@ -9,7 +9,7 @@ from policies.admission import bounded
 from policies.admission import open as open_admission
 from policies.auth import api_key, chain, jwt, jwt_issuers, mtls_proxy, none
 from policies.cache_scope import group, public_prefix, tenant, user
-from policies.quota import ledger, token_bucket, unlimited
+from policies.quota import ledger, shared, token_bucket, unlimited
 from policies.routing import least_loaded, prefix_affinity, round_robin
 from policies.scheduling import drr, edf, fcfs, hierarchical, locality, priority, sjf, vtc, wfq
 from policies.spi import LauncherSpec, ModelSpec, PolicySpec, hookimpl
@@ -26,6 +26,7 @@ def forebay_policies() -> list[PolicySpec]:
         mtls_proxy.SPEC,
         none.SPEC,
         ledger.SPEC,
+        shared.SPEC,
         token_bucket.SPEC,
         unlimited.SPEC,
         group.SPEC,

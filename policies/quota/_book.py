@@ -178,6 +178,13 @@ class Book:
             for key in reservation.rates:
                 self._accounts[key].free("queued", 1)
 
+    def hasten(self, job_id: JobId, now: float) -> None:
+        """Its lease is over: for ``expire``. Nothing for an id that is unknown, settled or holds nothing."""
+        reservation = self._open.get(job_id)
+        if reservation is not None and reservation.holds:
+            reservation.expires_at = now
+            heapq.heappush(self._leases, (now, job_id))
+
     def expire(self, now: float) -> list[Reservation]:
         """End the leases that are over; those that ended now."""
         ended: list[Reservation] = []

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ from policies.quota import _ledger_reports as reports
 from policies.quota._account import Account, Instant
 from policies.quota._book import Book, Reservation, Settlement
 from policies.quota._ledger_file import LedgerFile, Options
+from policies.quota._ledger_server import Keeper, LedgerServer
+from policies.quota._ledger_wire import socket_of
 from policies.quota._ledger_writer import Item, Writer
 from policies.spi import Json, PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec, Shared
 from policies.types import (
@@ -60,6 +62,8 @@ class LedgerConfig(PolicyConfig):
     """Largest size of the file; beyond it new work gets 503, as on a full disk."""
     keep_days: int = Field(400, ge=1)
     """After so long rows of single requests are deleted; sums per day stay. The last three change at a restart."""
+    serve: bool = False
+    """Other gateways on this machine count here too (``quota: {use: shared}``), by a socket beside the file."""
 
 
 class OpenLedger:
@@ -72,6 +76,20 @@ class OpenLedger:
         self.pending: dict[JobId, asyncio.Future[bool]] = {}
         """Reservations whose rows are on their way."""
         self.writer: Writer | None = None
+        self._server: LedgerServer | None = None
+
+    async def serve(self, keeper: Keeper | None) -> None:
+        """Let other gateways ask ``keeper``; None: nobody. Raises LedgerError."""
+        if keeper is None:
+            if self._server is not None:
+                server, self._server = self._server, None
+                await server.close()
+        elif self._server is None:
+            server = LedgerServer(socket_of(self.path), keeper)
+            await server.start()
+            self._server = server
+        else:
+            self._server.keeper = keeper
 
     async def open(self, options: Options) -> None:
         """Once. Raises LedgerError."""
@@ -84,6 +102,7 @@ class OpenLedger:
 
     async def close(self) -> None:
         """Write what is left and let go of the file. Raises RuntimeError when something could not be written."""
+        await self.serve(None)
         if self.writer is not None:
             writer, self.writer = self.writer, None
             lost = await asyncio.to_thread(writer.stop)
@@ -128,7 +147,15 @@ class LedgerQuota:
         except BaseException:
             self._shared.give_back(self._key)
             raise
-        self._open, self._started = ledger, True
+        before, self._open = self._open, ledger
+        try:
+            await ledger.serve(self if config.serve else None)
+        except BaseException:
+            self._open = before
+            if self._shared.give_back(self._key):
+                await ledger.close()
+            raise
+        self._started = True
         ledger.book.lease_s = config.lease_s
 
     async def close(self) -> None:
@@ -203,6 +230,26 @@ class LedgerQuota:
     def started(self, job_id: JobId) -> None:
         """The job left the queue."""
         self._open.book.started(job_id)
+
+    async def bring(self, job_id: JobId, usage: Usage, cost: int, now: float) -> Mapping[str, Any]:
+        """``settle``, also of what an earlier process had admitted: its row is in the file, its holdings are gone.
+
+        ``cost``: in billionths, for that case.
+        """
+        figures = await self.settle(job_id, usage, now)
+        if "stored" in figures or not usage.total:
+            return figures
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        what = [usage.prompt, usage.cached, usage.output, cost]
+        row = json.dumps(["settled", job_id, self._open.wall(), "ran", *what])  # nothing for one that is settled
+        self._open.put(Item([row], must=True, done=done))
+        return {"refunded": 0, "stored": await done}
+
+    def end_leases(self, jobs: Iterable[JobId], now: float) -> None:
+        """Free what these hold, as if their time were over; they may be settled later all the same."""
+        for job_id in jobs:
+            self._open.book.hasten(job_id, now)
+        self._expire(now)
 
     def writable(self) -> bool:
         """Whether the last batch could be written."""
@@ -303,13 +350,16 @@ def _settled(settled: Settlement, usage: Usage, wall: float) -> str:
 
 
 def _make(config: LedgerConfig, ctx: PolicyContext) -> LedgerQuota:
-    if config.path is not None:
-        path = Path(ctx.base_dir) / Path(config.path).expanduser()
-    elif ctx.state_dir is not None:
-        path = Path(ctx.state_dir) / FILE
-    else:
+    return LedgerQuota(ledger_path(config.path, ctx), config, shared=ctx.shared)
+
+
+def ledger_path(given: str | None, ctx: PolicyContext) -> Path:
+    """The file that a configuration means. Raises PolicyConfigError where it names none."""
+    if given is not None:
+        return Path(ctx.base_dir) / Path(given).expanduser()
+    if ctx.state_dir is None:
         raise PolicyConfigError("the ledger needs a file: set state.path (a folder), or path here", "path")
-    return LedgerQuota(path, config, shared=ctx.shared)
+    return Path(ctx.state_dir) / FILE
 
 
 SPEC = PolicySpec("quota", "ledger", LedgerConfig, _make, "As token_bucket, and every settlement durable in SQLite.")

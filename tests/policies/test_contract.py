@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import pytest
 from policies import testing
 from policies.auth import api_key
 from policies.manager import make_manager
+from policies.quota.ledger import LedgerConfig, LedgerQuota
 from policies.registry import Registry
 from policies.scheduling._tariff import Tariff
 from policies.scheduling.fcfs import FcfsScheduler
@@ -59,7 +64,29 @@ PROMISES: dict[str, dict[str, Any]] = {
     },
     "auth.none": {"accepts_anybody": True, "good_request": lambda: AuthRequest({})},
     "quota.unlimited": {"enforces": ()},
+    "quota.shared": {"enforces": ("concurrent",)},  # all of its objects have the same books: one limit is tried
 }
+
+
+@contextlib.contextmanager
+def _keeper() -> Iterator[dict[str, Any]]:
+    """A ledger that is served beside the test; how to ask for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger.db"
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        quota = LedgerQuota(path, LedgerConfig(serve=True))
+        asyncio.run_coroutine_threadsafe(quota.start(), loop).result(30)
+        yield {"path": str(path), "timeout_s": 30.0}
+        asyncio.run_coroutine_threadsafe(quota.close(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()
+
+
+SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[dict[str, Any]]]] = {"quota.shared": _keeper}
+"""What a policy needs beside itself; its settings."""
 CASES = [
     pytest.param(item.spec.kind, item.spec.name, check, id=f"{item.spec.kind}.{item.spec.name}-{check[5:]}")
     for item in REGISTRY.policies()
@@ -70,12 +97,14 @@ CASES = [
 @pytest.mark.parametrize(("kind", "name", "check"), CASES)
 def test_policy_keeps_its_contract(kind: Any, name: str, check: str, tmp_path: Path) -> None:
     key = f"{kind}.{name}"
+    around = SURROUNDINGS.get(key, lambda: contextlib.nullcontext(CONFIGS.get(key, {})))
+    with around() as settings:
 
-    def make() -> Any:
-        context = replace(CONTEXT, state_dir=tempfile.mkdtemp(dir=tmp_path))
-        return REGISTRY.build(kind, name, CONFIGS.get(key, {}), context)
+        def make() -> Any:
+            context = replace(CONTEXT, state_dir=tempfile.mkdtemp(dir=tmp_path))
+            return REGISTRY.build(kind, name, settings, context)
 
-    getattr(testing.suite(kind, make, **PROMISES.get(key, {}))(), check)()
+        getattr(testing.suite(kind, make, **PROMISES.get(key, {}))(), check)()
 
 
 def test_every_kind_has_a_suite_and_a_policy() -> None:

@@ -1,0 +1,200 @@
+"""The keeper of a ledger answers other gateways of this machine, so that all count in the same books.
+
+Rules
+- A UNIX socket beside the file, for its user alone. Whoever owns the ledger's lock may replace a socket that is left
+  over: nobody else answers at it.
+- What a gateway asks for is done in the order in which it asked; only the writing is waited for side by side.
+- A gateway whose connection ends has ``GRACE_S`` to come back under its name. Then what it holds is freed like leases
+  that ran out: it is settled late, if at all. A settlement counts whoever brings it.
+- A line that is no message ends its connection, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from policies.quota import _ledger_wire as wire
+from policies.quota._ledger_file import LedgerError
+from policies.spi import PolicyUnavailableError
+from policies.types import DeviceTime, DeviceUse, Job, JobId, QuotaDecision, Usage
+
+GRACE_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class Keeper(Protocol):
+    """What is needed of ``LedgerQuota``."""
+
+    async def reserve(self, job: Job, now: float) -> QuotaDecision:
+        """As of ``QuotaPolicy``."""
+        ...
+
+    async def bring(self, job_id: JobId, usage: Usage, cost: int, now: float) -> Mapping[str, Any]:
+        """``settle`` of ``QuotaPolicy``, also for what an earlier process had admitted, at this cost."""
+        ...
+
+    def started(self, job_id: JobId) -> None:
+        """As of ``QueueAware``."""
+        ...
+
+    async def devices_ran(self, jobs: Mapping[JobId, DeviceTime], use: Sequence[DeviceUse]) -> bool:
+        """As of ``UsageReports``."""
+        ...
+
+    def end_leases(self, jobs: Iterable[JobId], now: float) -> None:
+        """Free what these hold, as if their time were over."""
+        ...
+
+
+class LedgerServer:
+    """Of one ledger. ``keeper`` may be replaced at any time."""
+
+    def __init__(self, path: Path, keeper: Keeper) -> None:
+        self.path = path
+        self.keeper = keeper
+        self._server: asyncio.Server | None = None
+        self._held: dict[str, dict[JobId, None]] = {}
+        """By client: what it has reserved and not settled."""
+        self._here: dict[str, int] = {}
+        """By client: its connections."""
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._timers: set[asyncio.TimerHandle] = set()
+
+    async def start(self) -> None:
+        """Listen. Raises LedgerError."""
+        listening = socket.socket(socket.AF_UNIX)
+        try:
+            self.path.unlink(missing_ok=True)
+            listening.bind(str(self.path))
+            os.chmod(self.path, 0o600)  # before anybody can connect
+            self._server = await asyncio.start_unix_server(self._connected, sock=listening, limit=wire.MAX_LINE)
+        except OSError as error:
+            listening.close()
+            raise LedgerError(
+                f"{self.path}: cannot listen there ({error}); the path of a socket has at most 107 bytes"
+            ) from None
+
+    async def close(self) -> None:
+        """Hang up; what is being written is finished first."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        server.close()
+        for writer in list(self._writers):
+            writer.close()
+        for timer in self._timers:
+            timer.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        client = ""
+        try:
+            client = await self._greeted(reader, writer)
+            self._here[client] = self._here.get(client, 0) + 1
+            while data := await reader.readline():
+                self._take(client, *wire.parsed(data), writer)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            _log.error("a gateway that asks for quota said what is no message (%s)", type(error).__name__)
+        except OSError:
+            pass  # it is gone
+        finally:
+            self._tasks.discard(task)
+            self._writers.discard(writer)
+            writer.close()
+            if client:
+                self._left(client)
+
+    async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """The name of the client. Raises ValueError for another version."""
+        kind, (version, client) = wire.parsed(await reader.readline() or b"[]")
+        if kind != "hello" or version != wire.VERSION or not isinstance(client, str) or not client:
+            writer.write(wire.line("refused", f"this ledger speaks version {wire.VERSION}: run the same release"))
+            raise ValueError("no greeting of this version")
+        writer.write(wire.line("hello", wire.VERSION))
+        return client
+
+    def _left(self, client: str) -> None:
+        self._here[client] -= 1
+        if self._server is None:
+            return
+        timer = asyncio.get_running_loop().call_later(GRACE_S, lambda: self._gone(client, timer))
+        self._timers.add(timer)
+
+    def _gone(self, client: str, timer: asyncio.TimerHandle) -> None:
+        self._timers.discard(timer)
+        if not self._here.get(client):
+            self._here.pop(client, None)
+            held = self._held.pop(client, {})
+            if held:
+                _log.warning("a gateway left %d reservations behind: they are freed", len(held))
+                self.keeper.end_leases(held, time.monotonic())
+
+    def _take(self, client: str, kind: str, rest: list[Any], writer: asyncio.StreamWriter) -> None:
+        if kind == "reserve":
+            number, job, now = rest
+            self._do(number, self._reserve(client, wire.job_in(job), float(now)), writer)
+        elif kind == "settle":
+            number, job_id, usage, cost, now = rest
+            self._do(number, self._settle(JobId(str(job_id)), Usage(*map(int, usage)), int(cost), float(now)), writer)
+        elif kind == "devices":
+            number, jobs, use = rest
+            self._do(number, self.keeper.devices_ran(*wire.devices_in(jobs, use)), writer)
+        elif kind == "started":
+            self.keeper.started(JobId(str(rest[0])))
+        elif kind == "ping":
+            writer.write(wire.line("pong"))
+        else:
+            raise ValueError(kind)
+
+    def _do(self, number: int, work: Coroutine[Any, Any, Any], writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._answer(number, work, writer), name="quota asked for")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, number: int, work: Coroutine[Any, Any, Any], writer: asyncio.StreamWriter) -> None:
+        try:
+            told = wire.line("done", number, await work)
+        except PolicyUnavailableError as error:
+            told = wire.line("failed", number, str(error), error.retry_after_s)
+        except Exception as error:
+            _log.error("a question about quota failed (%s)", type(error).__name__)
+            told = wire.line("failed", number, "the ledger failed", 1.0)
+        with contextlib.suppress(OSError):
+            writer.write(told)
+            await writer.drain()
+
+    async def _reserve(self, client: str, job: Job, now: float) -> dict[str, Any]:
+        held = self._held.setdefault(client, {})
+        held[job.id] = None  # before it is waited for: a client that leaves meanwhile holds it
+        admitted = False
+        try:
+            decision = await self.keeper.reserve(job, now)
+            admitted = decision.admitted
+        finally:
+            if not admitted:
+                held.pop(job.id, None)
+        return wire.decision_out(decision)
+
+    async def _settle(self, job_id: JobId, usage: Usage, cost: int, now: float) -> dict[str, Any]:
+        for held in self._held.values():
+            held.pop(job_id, None)
+        figures = dict(await self.keeper.bring(job_id, usage, cost, now))
+        if "remaining" in figures:
+            figures["remaining"] = wire.states_out(figures["remaining"])
+        return figures
