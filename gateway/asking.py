@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as with_fields
 
+from gateway.errors import bad_request
 from gateway.http.embeddings import EmbeddingsRequest
-from gateway.http.schemas import ChatRequest, Message
+from gateway.http.schemas import ChatRequest, Message, Request
 from workers.protocol import Ask, Generate, SamplingParams
 
 if TYPE_CHECKING:
@@ -37,6 +38,26 @@ def message_for(handle: WorkerHandle, prepared: Prepared, trace: Mapping[str, st
     if handle.hello is None or not handle.hello.upstream:
         return generate
     return with_fields(generate, ask=asked(prepared))
+
+
+def unaskable(request: Request) -> str | None:
+    """The field of what no upstream can be asked: it has no name there, or would be counted in other tokens."""
+    if request.params.prompt_logprobs:
+        return "echo"
+    return None if request.beams is None else "use_beam_search"
+
+
+def refuse_unaskable(request: Request, model: str) -> None:
+    """For a model that only upstreams run. Raises ApiError 400."""
+    param = unaskable(request)
+    if param is not None:
+        what = "echo with logprobs" if param == "echo" else param
+        raise bad_request(
+            f"{what} is not there for the model {model[:128]!r}: it runs on a server that cannot be asked for it. "
+            "Leave it out.",
+            param=param,
+            code="unsupported_parameter",
+        )
 
 
 def asked(prepared: Prepared) -> Ask:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from gateway.choices import ChoiceDelta
 from gateway.errors import slow_reader, timed_out
@@ -59,7 +60,7 @@ class Delivery:
         pulse = Pulse(visit, ticket, self.streams)
         try:
             async for batch in ticket.batches():
-                data = answer.stream(batch) if batch else sse.KEEP_ALIVE
+                data = await _made(ticket, partial(answer.stream, batch)) if batch else sse.KEEP_ALIVE
                 if not data or not (batch or visit.reply.begun):
                     continue
                 await self._begin(visit)
@@ -75,7 +76,7 @@ class Delivery:
     async def whole(self, visit: Visit, ticket: Ticket, answer: Format, settle: Settle) -> None:
         """The answer in one piece. Raises what the ticket ends with."""
         deltas = [delta async for batch in ticket.batches() for delta in batch]
-        body = encode_json(answer.full(collect(deltas, ticket.choices), ticket.usage))
+        body = await _made(ticket, lambda: encode_json(answer.full(collect(deltas, ticket.choices), ticket.usage)))
         self._reporter.content(visit, deltas)
         await settle(visit)
         visit.trace.event("first_byte")
@@ -111,6 +112,13 @@ class Delivery:
             await self._begin(visit)
             await visit.reply.write(sse.KEEP_ALIVE)
             pause = self.streams.keep_alive_s
+
+
+async def _made(ticket: Ticket, make: Callable[[], bytes]) -> bytes:
+    """An answer's bytes; in a thread where it repeats a prompt with every token's scores, which may be many."""
+    if not ticket.prepared.request.params.prompt_logprobs:
+        return make()
+    return await asyncio.to_thread(make)
 
 
 async def _ready(ticket: Ticket, within_s: float | None) -> bool:

@@ -12,24 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gateway.choices import Alternative, Decoder, ScoredToken
-from gateway.errors import bad_request
-from workers.protocol import SamplingParams, SequenceOutput
+from workers.protocol import SequenceOutput
 
 
 def echoed(prompt: str | Sequence[int], decoder: Decoder) -> str:
     """The prompt's text; ids are told as their text."""
     return prompt if isinstance(prompt, str) else "".join([*map(decoder.push, prompt), decoder.finish()])
-
-
-def refuse_scores(params: SamplingParams, model: str) -> None:
-    """Raises ApiError 400 where a prompt is to be scored whose model only upstreams run: they cut it into tokens."""
-    if params.prompt_logprobs:
-        raise bad_request(
-            f"echo cannot be combined with logprobs: the model {model[:128]!r} runs elsewhere, and its prompts have no "
-            "log probabilities here. Send one of the two.",
-            param="echo",
-            code="unsupported_parameter",
-        )
 
 
 class PromptScores:

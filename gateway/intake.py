@@ -23,8 +23,9 @@ from msgspec.structs import replace as with_fields
 
 from gateway import toolprompt
 from gateway.adapters import Adapter
+from gateway.asking import refuse_unaskable
 from gateway.choices import ChoiceStream, Decoder
-from gateway.echo import PromptScores, echoed, refuse_scores
+from gateway.echo import PromptScores, echoed
 from gateway.errors import bad_request
 from gateway.grammar_check import GrammarCheck, GrammarRefusedError
 from gateway.http.schemas import ChatRequest, CompletionRequest
@@ -238,7 +239,7 @@ class Intake:
             )
         tokenizer = model.tokenizer
         if model.directory is None:
-            refuse_scores(request.params, model.name)
+            refuse_unaskable(request, model.name)
         context = Context.of(model, tenant)
         digest = adapter.digest if adapter is not None else None
         tokens, keys, public = await self._encoded(request, tokenizer, model, digest, scope, context)

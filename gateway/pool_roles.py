@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from gateway.asking import unaskable
 from gateway.gate import Room, holds, takes
 from gateway.prefill import Prefill
 from gateway.settings import Pool
@@ -165,11 +166,11 @@ def _holds(worker: WorkerHandle, ticket: Ticket) -> bool:
 
 
 def _offers(worker: WorkerHandle, ticket: Ticket) -> bool:
-    """Whether it runs requests of this kind: a prefill worker none; an engine generates, an upstream says what; it
-    is not asked for log probabilities of prompts, whose tokens it may cut otherwise."""
+    """Whether it runs requests of this kind: a prefill worker none; an engine generates, an upstream says what,
+    and is asked for nothing that has no name there."""
     request, hello = ticket.prepared.request, worker.hello
     if hello is not None and hello.role == "prefill":
         return False
     if hello is None or not hello.upstream:
         return request.endpoint != "embeddings"
-    return request.endpoint in hello.endpoints and not request.params.prompt_logprobs
+    return request.endpoint in hello.endpoints and unaskable(request) is None

@@ -62,6 +62,7 @@ BODIES: Mapping[str, Body] = {
 _GETS: Mapping[str, tuple[str, str, bool]] = {
     "/v1/models": ("The models that the caller may use.", "ModelList", True),
     "/v1/models/{model}": ("One of them.", "Model", True),
+    "/v1/usage": ("What the caller used this month, and what is left of its limits.", "Usage", True),
     "/healthz": ("The process is up.", "Status", False),
     "/readyz": ("Every model can be used; 503 while not.", "Status", False),
     "/openapi.json": ("This document.", "Document", False),

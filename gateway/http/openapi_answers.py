@@ -137,6 +137,22 @@ ANSWERS: Json = {
         owned_by=_TEXT,
         max_model_len={"type": "integer", "minimum": 1},
     ),
+    "Usage": _object(
+        object=_constant("usage"),
+        tenant=_TEXT,
+        user=_nullable(_TEXT),
+        currency=_nullable(_TEXT),
+        month=_nullable({"type": "object", "description": "Sums of what was settled; null without a ledger."}),
+        limits=_list(
+            _object(
+                level=_one_of("organisation", "tenant", "user", "key"),
+                limit=_TEXT,
+                maximum={"anyOf": [_COUNT, _TEXT]},
+                remaining={"anyOf": [{"type": "integer"}, _TEXT]},
+                reset_seconds=_nullable(_NUMBER),
+            )
+        ),
+    ),
     "ModelList": _object(object=_constant("list"), data=_list({"$ref": "#/components/schemas/Model"})),
     "Status": _object(status=_one_of("ok", "ready", "starting", "draining")),
     "Document": _object(openapi=_TEXT, info={"type": "object"}, paths={"type": "object"}),

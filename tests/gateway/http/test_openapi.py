@@ -73,7 +73,14 @@ def test_every_field_that_is_read_is_documented_and_no_other(route: str, monkeyp
 
 def test_every_route_is_documented() -> None:
     assert {endpoint.route for endpoint in ENDPOINTS} == set(openapi.BODIES)
-    assert set(DOCUMENT["paths"]) >= {"/v1/models", "/v1/models/{model}", "/healthz", "/readyz", "/openapi.json"}
+    assert set(DOCUMENT["paths"]) >= {
+        "/v1/models",
+        "/v1/models/{model}",
+        "/v1/usage",
+        "/healthz",
+        "/readyz",
+        "/openapi.json",
+    }
 
 
 def test_bounds_of_the_parsers_are_in_the_document() -> None:

@@ -234,6 +234,31 @@ async def test_it_stands_beside_workers_of_our_own_in_one_model(front: Front) ->
             await site.at_rest()
 
 
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [({"echo": True, "logprobs": 1}, "echo"), ({"use_beam_search": True, "n": 2}, "use_beam_search")],
+    ids=["echo", "beams"],
+)
+async def test_what_no_upstream_can_be_asked_runs_on_our_own_or_is_refused(
+    front: Front, asked: dict[str, Any], param: str
+) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.whole(stream("from afar"))
+
+    local = {"name": "local", "launch": {"use": "echo"}, "engine": {"blocks": 256, "max_running": 2}}
+    async with scripted(script) as server:
+        changes = {"models": [{"name": MODEL, "source": "model", "pools": [local, upstream(server.url)]}]}
+        async with front(changes=changes) as site:
+            await until(lambda: len(site.dispatcher.workers) == 2, "both are there")
+            answers = await asyncio.gather(*(site.complete(max_tokens=4, **asked) for _ in range(6)))
+            assert [answer.status_code for answer in answers] == [200] * 6
+            assert server.requests == []
+    async with scripted(script) as server, front(server.url) as site:
+        refused = await site.complete(**asked)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert server.requests == []
+
+
 async def test_its_pool_is_external_unless_a_label_says_otherwise(front: Front) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.whole(stream("ok"))
