@@ -133,11 +133,11 @@ class LedgerServer:
         self._here[client] -= 1
         if self._server is None:
             return
-        timer = asyncio.get_running_loop().call_later(GRACE_S, lambda: self._gone(client, timer))
-        self._timers.add(timer)
+        loop = asyncio.get_running_loop()
+        self._timers = {timer for timer in self._timers if timer.when() > loop.time()}
+        self._timers.add(loop.call_later(GRACE_S, self._gone, client))
 
-    def _gone(self, client: str, timer: asyncio.TimerHandle) -> None:
-        self._timers.discard(timer)
+    def _gone(self, client: str) -> None:
         if not self._here.get(client):
             self._here.pop(client, None)
             held = self._held.pop(client, {})

@@ -80,7 +80,7 @@ class WorkerServer:
     def _made(self, joined: bool) -> grpc.aio.Server:
         calls = MAX_SESSIONS + (MAX_READERS if self._blocks is not None else 0)
         options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(joined))]
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=calls)
+        server: grpc.aio.Server = grpc.aio.server(options=options, maximum_concurrent_rpcs=calls)
         handlers = {"Session": grpc.stream_stream_rpc_method_handler(self._serve)}  # type: ignore[no-untyped-call]
         if self._blocks is not None:
             handlers["Blocks"] = self._blocks

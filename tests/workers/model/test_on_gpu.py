@@ -16,6 +16,7 @@ from tests.workers.model.matrix import COMBINATIONS, Cell, Models, model_of
 from tests.workers.model.oracle import Case
 from tests.workers.model.test_attention import MIXED, Ragged
 from tests.workers.model.test_parity import cut_cases
+from tests.workers.model.test_scores import hold_scores
 from workers.config import EngineConfig
 from workers.model.loading import load
 from workers.protocol import Generate
@@ -39,6 +40,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(**changes: Any) -> EngineConfig:
     return EngineConfig.model_validate({"device": "cuda", "blocks": 64, "block_size": 16, **changes})
+
+
+@pytest.mark.parametrize("attention", ["triton", "batched", "reference"])
+def test_scores_of_prompts(attention: str, directory: Path) -> None:
+    hold_scores(directory, attention, "cuda")
 
 
 @pytest.mark.parametrize("attention", ["triton", "batched"])
