@@ -45,7 +45,7 @@ def score(logits: Tensor, every: Items[Scored]) -> list[list[TokenLogprob]]:
     found = []
     for one in every:
         part = logits[one.rows.start : one.rows.stop].nan_to_num(nan=-math.inf, posinf=_LARGEST, neginf=-math.inf)
-        chances = part.log_softmax(dim=-1).nan_to_num_(nan=-math.inf)
+        chances = part.log_softmax(dim=-1).nan_to_num_(nan=-math.inf, neginf=-math.inf)
         tokens = torch.tensor(one.tokens, device=logits.device)
         own = chances.gather(1, tokens[:, None])[:, 0].tolist()
         best = chances.topk(min(one.top, chances.shape[1]), dim=-1)
