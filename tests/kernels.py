@@ -7,7 +7,6 @@ Compiling takes most of a minute of one core. Whoever needs a form that is not t
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -36,7 +35,7 @@ def form(name: str) -> Iterator[None]:
 
 
 def start_building(config: pytest.Config) -> None:
-    """In a process of its own, that ends with the session at the latest."""
+    """In a process of its own, which the session waits for at its end: what it made serves the next one."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.kernels"],
         cwd=config.rootpath,
@@ -44,16 +43,10 @@ def start_building(config: pytest.Config) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,  # a compiler that fails is reported by every test that needs what it makes
     )
-
-    def end() -> None:
-        process.terminate()
-        process.wait()
-
-    config.add_cleanup(end)
+    config.add_cleanup(process.wait)
 
 
 if __name__ == "__main__":
-    os.nice(5)
     for name in FORMS:
         with form(name), contextlib.suppress(build.NativeUnavailableError):
             build.library()

@@ -115,8 +115,8 @@ class Server:
         until(self._up, "the ready file")
         self.info = json.loads(self._ready.read_text())
 
-    def wait_ready(self, timeout: float = 90) -> None:
-        """Until ``/readyz`` is 200."""
+    def wait_ready(self, timeout: float = 150) -> None:
+        """Until ``/readyz`` is 200; the first worker of all may wait for its kernel to be compiled."""
         until(lambda: self._alive() and self.get("/readyz").status_code == 200, "/readyz 200", timeout)
 
     def _up(self) -> bool:
