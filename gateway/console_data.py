@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from gateway.console_workers import WorkerRow, worker_row
 from gateway.history import WINDOW_S, Sample, Standing
 from gateway.metrics import OTHER
 from gateway.tenants import EffectiveTenant
@@ -104,48 +105,6 @@ class _Load:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerRow:
-    """One worker."""
-
-    name: str
-    model: str
-    pool: str
-    state: str
-    set_aside: bool
-    stale: bool
-    device: str
-    dtype: str
-    labels: Mapping[str, str]
-    starts: int
-    inflight: int
-    """Sequences that it was sent and that have not ended."""
-    running: int
-    max_running: int
-    waiting: int
-    preemptions: int
-    free_blocks: int
-    cached_blocks: int
-    used_blocks: int
-    hit_rate: float | None
-    """Prompt tokens found in the prefix cache over those looked up, since its start; None before the first."""
-    acceptance: float | None
-    """Guesses of speculative decoding that were right over all that were checked; None before the first."""
-    step_ms: float
-    tenants: tuple[tuple[str, int], ...]
-    """KV blocks by tenant, computed from the running requests' tokens; most first."""
-    cached_tenants: tuple[tuple[str, int], ...]
-    """Cached blocks by tenant, of those that have most, most first; what belongs to nobody known is ``other``."""
-    tiers: Mapping[str, int]
-    """Bytes below the device's memory, by tier."""
-    last_loss: str | None
-
-    @property
-    def can_drain(self) -> bool:
-        """Whether draining it means anything."""
-        return self.state == WorkerState.READY
-
-
-@dataclass(frozen=True, slots=True)
 class Overview:
     """The first page."""
 
@@ -218,7 +177,7 @@ class ConsoleData:
                 by_tenant = blocks.setdefault(ticket.worker, {})
                 by_tenant[ticket.job.tenant] = by_tenant.get(ticket.job.tenant, 0) + filled
         return [
-            _worker(handle, described, blocks.get(handle.name, {}), self._cached(handle))
+            worker_row(handle, described, blocks.get(handle.name, {}), self._cached(handle), self._parts.models.adapters)
             for pool in self._parts.pools
             for handle, described in zip(pool.handles, pool.snapshot(), strict=True)
         ]
@@ -346,42 +305,3 @@ class ConsoleData:
                     hello = hellos.get(ticket.worker)
                     size, keeps = (hello.block_size, hello.keeps) if hello else (16, [])
                     yield ticket, kv_blocks(ticket.usage.total, size, keeps)
-
-
-def _most_first(blocks: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(blocks.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _worker(
-    handle: WorkerHandle, described: Mapping[str, Any], tenants: Mapping[str, int], cached: Mapping[str, int]
-) -> WorkerRow:
-    stats, hello = handle.stats, handle.hello
-    loss = described.get("last_loss")
-    guesses = stats.drafts_accepted + stats.drafts_rejected
-    return WorkerRow(
-        name=handle.name,
-        model=handle.model,
-        pool=handle.pool,
-        state=str(handle.state),
-        set_aside=described["set_aside"],
-        stale=described["stale"],
-        device=hello.device if hello else "",
-        dtype=hello.dtype if hello else "",
-        labels=dict(handle.labels),
-        starts=handle.incarnation,
-        inflight=handle.inflight,
-        running=stats.running,
-        max_running=stats.max_running or (hello.max_running if hello else 0),
-        waiting=stats.waiting,
-        preemptions=stats.preemptions,
-        free_blocks=stats.free_blocks,
-        cached_blocks=stats.cached_blocks,
-        used_blocks=stats.used_blocks,
-        hit_rate=stats.hit_tokens / stats.query_tokens if stats.query_tokens else None,
-        acceptance=stats.drafts_accepted / guesses if guesses else None,
-        step_ms=stats.step_ms,
-        tenants=_most_first(tenants),
-        cached_tenants=_most_first(cached),
-        tiers={name: tier.bytes for name, tier in stats.tiers.items()},
-        last_loss=None if loss is None else f"{loss['kind']}: {loss['detail']}".removesuffix(": "),
-    )

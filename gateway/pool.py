@@ -217,6 +217,7 @@ def _describe(slot: WorkerSlot, now: float) -> dict[str, Any]:
         "kv_blocks": {"free": stats.free_blocks, "cached": stats.cached_blocks, "used": stats.used_blocks},
         "adapters": sorted(handle.adapters.held),
         "tiers": {name: {"bytes": tier.bytes, "up": tier.up} for name, tier in stats.tiers.items()},
+        "transfers": {result: count for result, (count, _) in stats.transfers.items()},
         "stale_s": round(handle.stale_s(now), 3),
         "stale": handle.is_stale(now),
     }

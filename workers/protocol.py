@@ -274,6 +274,9 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """Those that did not; nobody pays for them."""
     tiers: dict[str, TierStats] = {}
     """``host`` and ``disk``, where they are configured."""
+    transfers: dict[str, tuple[int, float]] = {}
+    """Of a decode worker: its waits for a prompt's blocks, by how they ended (``ok``, or why not all came): how many,
+    and seconds in all."""
     windows: dict[str, tuple[int, int]] = {}
     """Of a model with windows, by window (``all``: layers without one): blocks that running sequences hold, and blocks
     that lie outside the window and were given back, which one table for all layers would hold too."""

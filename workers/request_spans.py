@@ -1,6 +1,7 @@
 """The worker's part of a request's trace, and engine steps, built afterwards from the engine's records (plain numbers).
 
     inference {model}  SERVER, child of the gateway's chat span; all choices of a request share it
+      kv transfer      a decode worker's wait for the prompt's blocks from a prefill worker, which has a span of its own
       wait for slot    received → first admission
       prefill          one per stretch of prompt computation; children: at most 16 prefill chunks, linked to their steps
       decode           events first_token and stall (at most 16); gap figures on the last one
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from workers.engine.record import Phase, SequenceRecord, StepRecord
+from workers.engine.record import Phase, SequenceRecord, StepRecord, TransferRecord
 from workers.spans import (
     GAP_NS,
     Attributes,
@@ -41,6 +42,7 @@ def request_spans(
     model: str,
     worker: str,
     steps: Mapping[int, SpanContext],
+    transfer: TransferRecord | None = None,
 ) -> list[SpanData]:
     """One attempt's spans, parent first.
 
@@ -48,6 +50,8 @@ def request_spans(
     """
     records = sorted(records, key=lambda record: record.index)
     start = min(record.received_ns for record in records)
+    if transfer is not None:
+        start = min(start, transfer.start_ns)
     root = SpanData(f"inference {model}", context, parent, kind="server", start_ns=start)
     root.attributes = clean(
         {
@@ -68,9 +72,12 @@ def request_spans(
         root.error = True
         root.attributes["error.type"] = failed.error or "internal"
     spans = [root]
+    if transfer is not None:
+        spans.append(_transfer(transfer, context))
+    began = spans[-1].end_ns + GAP_NS if transfer is not None else 0
     room = MOST
     for record in records[:MOST]:
-        made, used = _choice(record, context, room, steps)
+        made, used = _choice(record, context, room, steps, began)
         spans += made
         room -= used
     last = max((span.end_ns for span in spans[1:]), default=start)
@@ -91,12 +98,26 @@ def _speculation(records: Sequence[SequenceRecord]) -> Attributes:
     }
 
 
+def _transfer(transfer: TransferRecord, parent: SpanContext) -> SpanData:
+    span = SpanData("kv transfer", child_of(parent), parent, start_ns=transfer.start_ns)
+    span.end_ns = max(transfer.end_ns, transfer.start_ns + 1)
+    span.attributes = {
+        "forebay.transfer.source": transfer.source,
+        "forebay.transfer.result": transfer.result,
+        "forebay.transfer.tokens": transfer.tokens,
+    }
+    if transfer.result not in ("ok", "stopped"):  # stopped: the request itself was, or its blocks were purged
+        span.error = True
+        span.attributes["error.type"] = transfer.result
+    return span
+
+
 def _choice(
-    record: SequenceRecord, parent: SpanContext, room: int, steps: Mapping[int, SpanContext]
+    record: SequenceRecord, parent: SpanContext, room: int, steps: Mapping[int, SpanContext], began: int
 ) -> tuple[list[SpanData], int]:
-    """Spans of one choice, and how many chunk spans are among them (at most ``room``)."""
+    """Spans of one choice, none before ``began``, and how many chunk spans are among them (at most ``room``)."""
     spans: list[SpanData] = []
-    cursor = 0
+    cursor = began
     choice: Attributes = {"forebay.choice": record.index if record.n > 1 else None}
 
     def stretch(name: str, start: int, end: int, attributes: Attributes) -> SpanData:
@@ -131,6 +152,7 @@ def _phase_attributes(phase: Phase) -> Attributes:
         return {
             "forebay.tokens": phase.tokens,
             "forebay.cached_tokens": phase.cached,
+            "forebay.restored_tokens": phase.restored or None,
             "forebay.chunks": phase.chunks,
             "forebay.recompute": phase.recompute,
         }

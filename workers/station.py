@@ -26,7 +26,7 @@ from workers.engine.constraint import Grammars
 from workers.engine.leases import BlockMover
 from workers.engine.loop import Engine
 from workers.engine.plan import Runner
-from workers.engine.record import SequenceRecord, StepRecord
+from workers.engine.record import SequenceRecord, StepRecord, TransferRecord
 from workers.engine.tier_desk import TierStore
 from workers.log import get
 from workers.metrics import Sources, WorkerMetrics
@@ -42,7 +42,7 @@ from workers.protocol import (
     WorkerStats,
 )
 from workers.rpc import TlsFiles, WorkerServer
-from workers.tracing import WorkerTelemetry
+from workers.tracing import HOLD_PREFILL_S, HOLD_S, WorkerTelemetry
 from workers.tracing import setup as setup_tracing
 from workers.transfer.desk import TransferDesk
 from workers.transfer.stream import handler
@@ -149,6 +149,8 @@ class Station:
         self._table = AdapterTable()
         self._hello: Hello | None = None
         self._stats = WorkerStats()
+        self._transfer_counts: dict[str, tuple[int, float]] = {}
+        """As ``WorkerStats`` has them; replaced, never changed: the engine thread reads it."""
         self._metrics: WorkerMetrics | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self._tracing: WorkerTelemetry | None = None
@@ -176,7 +178,12 @@ class Station:
             versions=runs,
         )
         self._tracing = setup_tracing(
-            model=self.model, worker=self.name, metrics=self._metrics, versions=runs, env=self._env
+            model=self.model,
+            worker=self.name,
+            metrics=self._metrics,
+            versions=runs,
+            env=self._env,
+            hold_s=HOLD_PREFILL_S if self._config.role == "prefill" else HOLD_S,
         )
         port, self._stop_metrics = self._metrics.serve(*self._metrics_address)
         self._engine = Engine(
@@ -206,7 +213,7 @@ class Station:
         self._grammars = model.grammars
         if ranks is not None:
             ranks.watch(self._from_engine(self.failed.set))
-        self._transfers.open(model.mover, model.layout, model.revision, self._engine.submit, self._metrics.transferred)
+        self._transfers.open(model.mover, model.layout, model.revision, self._engine.submit, self._transferred)
         self._engine.start()
         self._sweeper = asyncio.create_task(self._sweep())
         hello = self._hello = Hello(
@@ -286,8 +293,17 @@ class Station:
             self.server.renew(self._hello)
 
     def _publish(self, outputs: StepOutputs) -> None:
+        if self._transfer_counts:
+            outputs = with_fields(outputs, stats=with_fields(outputs.stats, transfers=self._transfer_counts))
         self._stats = outputs.stats
         self.server.publish(outputs)
+
+    def _transferred(self, record: TransferRecord) -> None:
+        if self._metrics is not None and self._tracing is not None:
+            self._metrics.transferred(record.result, record.seconds)
+            self._tracing.transferred(record)
+        count, seconds = self._transfer_counts.get(record.result, (0, 0.0))
+        self._transfer_counts = {**self._transfer_counts, record.result: (count + 1, seconds + record.seconds)}
 
     def _evictions(self) -> Mapping[str, int]:
         return {} if self._engine is None else dict(self._engine.planner.pool.evictions)

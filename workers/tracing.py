@@ -1,14 +1,16 @@
 """Keeps what the engine recorded until the gateway says whether a trace is kept; then has spans built, elsewhere.
 
 Rules
-- ``record`` and ``step`` run on the engine thread, ``keep`` on the stream's: each only files numbers under a lock, in
+- ``record`` and ``step`` run on the engine thread, ``keep`` and ``transferred`` on the stream's: each only files numbers under a lock, in
   bounded time. Spans are made on the sink's thread.
-- A finished request's records are held at most ``HOLD_S``; without a verdict by then they are dropped. At most
-  ``MOST_HELD`` requests are held, the oldest goes first.
+- A finished request's records are held at most ``HOLD_S`` (``HOLD_PREFILL_S`` where others go on with it); without a
+  verdict by then they are dropped. At most ``MOST_HELD`` requests are held, the oldest goes first.
 - Records of a request's choices and the gateway's verdict come in any order; spans are built when all are there, or,
   once kept, from what is there when the time is up.
 - Only steps worth showing are held (slow ones, and one in ``EVERY``), until their requests are decided or the time is
   up; links point only at spans that are exported.
+- A transfer is known long before its request ends. It is held until that is decided; of more than ``MOST_HELD`` the
+  oldest is forgotten, and its request has no span of it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from workers import collector
-from workers.engine.record import SequenceRecord, StepRecord
+from workers.engine.record import SequenceRecord, StepRecord, TransferRecord
 from workers.metrics import WorkerMetrics
 from workers.request_spans import MOST, request_spans, step_context, step_span
 from workers.spans import SpanContext, child_of, parse_traceparent
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 SERVICE = "forebay-worker"
 SHUTDOWN_S = 0.7
 HOLD_S = 30.0
+HOLD_PREFILL_S = 660.0
+"""A prefill worker's part is over long before its request, whose ``timeouts.total_s`` is 600 unless configured."""
 MOST_HELD = 4_096
 MOST_STEPS = 256
 EVERY = 1_000
@@ -70,6 +74,7 @@ def setup(
     metrics: WorkerMetrics | None = None,
     versions: Mapping[str, str] | None = None,
     env: Mapping[str, str] = os.environ,
+    hold_s: float = HOLD_S,
 ) -> WorkerTelemetry:
     """Tracing as the ``OTEL_*`` variables say (the gateway's launcher sets them); without an endpoint it does nothing.
 
@@ -86,7 +91,7 @@ def setup(
         on_exported=metrics.spans_exported if metrics else lambda spans: None,
         on_dropped=metrics.spans_dropped if metrics else lambda reason, spans: None,
     )
-    return WorkerTelemetry(sink, model=model, worker=worker)
+    return WorkerTelemetry(sink, model=model, worker=worker, hold_s=hold_s)
 
 
 class WorkerTelemetry:
@@ -111,6 +116,8 @@ class WorkerTelemetry:
         self._every = every
         self._lock = threading.Lock()
         self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._transfers: OrderedDict[str, TransferRecord] = OrderedDict()
+        """By the ``traceparent`` of the attempt."""
         self._steps: OrderedDict[int, _HeldStep] = OrderedDict()
         self._shown: OrderedDict[int, SpanContext] = OrderedDict()
         self._mean_ns = 0.0
@@ -127,6 +134,16 @@ class WorkerTelemetry:
             if held.keep is not None and held.complete:
                 self._decide(record.id, held)
             self._sweep(now)
+
+    def transferred(self, record: TransferRecord) -> None:
+        """A wait for a prompt's blocks ended. The stream's thread."""
+        parent = record.trace.get("traceparent")
+        if self._sink is None or parent is None:
+            return
+        with self._lock:
+            self._transfers[parent] = record
+            if len(self._transfers) > MOST_HELD:
+                self._transfers.popitem(last=False)
 
     def keep(self, request: str, keep: bool) -> None:
         """The gateway's verdict. The stream's thread."""
@@ -185,9 +202,9 @@ class WorkerTelemetry:
 
     @property
     def held(self) -> int:
-        """Requests and steps held now."""
+        """Requests, steps and transfers held now."""
         with self._lock:
-            return len(self._held) + len(self._steps)
+            return len(self._held) + len(self._steps) + len(self._transfers)
 
     def _hold(self, request: str, now: float) -> _Held:
         held = self._held.get(request)
@@ -215,8 +232,13 @@ class WorkerTelemetry:
         del self._held[request]
         records = held.records
         inference: SpanContext | None = None
+        transfers = {
+            parent: transfer
+            for parent in {record.trace.get("traceparent", "") for record in records}
+            if (transfer := self._transfers.pop(parent, None)) is not None
+        }
         if held.keep and records and self._sink is not None:
-            inference = self._build(self._sink, records)
+            inference = self._build(self._sink, records, transfers)
         for step in [number for number, held_step in self._steps.items() if request in held_step.undecided]:
             waiting = self._steps[step]
             waiting.undecided.discard(request)
@@ -225,21 +247,32 @@ class WorkerTelemetry:
             if not waiting.undecided:
                 self._show(step)
 
-    def _build(self, sink: SpanSink, records: list[SequenceRecord]) -> SpanContext | None:
+    def _build(
+        self, sink: SpanSink, records: list[SequenceRecord], transfers: Mapping[str, TransferRecord]
+    ) -> SpanContext | None:
         """Hand over the records, one tree per attempt (a retry has its own chat span); the last inference span."""
         attempts: dict[str, list[SequenceRecord]] = {}
         for record in records:
             attempts.setdefault(record.trace.get("traceparent", ""), []).append(record)
         inference: SpanContext | None = None
-        for attempt in attempts.values():
+        for carrier, attempt in attempts.items():
             parent = parse_traceparent(attempt[0].trace)
             if parent is None:
                 continue
             context = child_of(parent)
             numbers = {chunk.step for record in attempt for chunk in record.chunks}
             steps = {number: self._shown[number] for number in numbers if number in self._shown}
-            make = partial(request_spans, attempt, parent, context, model=self._model, worker=self._worker, steps=steps)
-            size = 1 + sum(1 + len(record.phases) + len(record.chunks) for record in attempt)
+            make = partial(
+                request_spans,
+                attempt,
+                parent,
+                context,
+                model=self._model,
+                worker=self._worker,
+                steps=steps,
+                transfer=transfers.get(carrier),
+            )
+            size = 1 + (carrier in transfers) + sum(1 + len(record.phases) + len(record.chunks) for record in attempt)
             if sink.build(make, size):
                 inference = context
         return inference

@@ -81,6 +81,7 @@ def screen(overview: dict[str, Any], problem: str = "", width: int = 120) -> Ren
     parts.append(_tenants(overview, wide))
     if overview["workers"]:
         parts.append(_workers(overview["workers"], wide))
+        parts += _special(overview["workers"])
     return Group(*parts)
 
 
@@ -174,6 +175,46 @@ def _workers(workers: list[dict[str, Any]], wide: bool) -> RenderableType:
         shown = Text(state, "green" if state == "ready" else "yellow")
         table.add_row(Text(escaped(row["name"])), shown, *(show(row) for show in columns.values()))
     return table
+
+
+def _below(row: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{tier['name']} {tier['bytes'] / 2**20:,.0f} MiB" + ("" if tier["up"] else " (not written to)")
+        for tier in row.get("tiers") or ()
+    )
+
+
+def _came(row: dict[str, Any]) -> str:
+    moved = row.get("transfers")
+    return "" if not moved else f"{moved['ok']:,}" + (f", {moved['failed']:,} failed" if moved["failed"] else "")
+
+
+def _right(row: dict[str, Any]) -> str:
+    return "" if row.get("acceptance") is None else f"{row['acceptance']:.1%}"
+
+
+_SPECIAL: dict[str, Callable[[dict[str, Any]], str]] = {
+    "guesses right": _right,
+    "below the device": _below,
+    "prompts from elsewhere": _came,
+    "adapters": lambda row: ", ".join(map(escaped, row.get("adapters") or ())),
+}
+"""What only some workers have."""
+
+
+def _special(workers: list[dict[str, Any]]) -> list[RenderableType]:
+    """A line for each worker that has any of it, wrapped where it is long."""
+    from rich.text import Text
+
+    lines: list[RenderableType] = []
+    for row in workers:
+        told = {name: text for name, show in _SPECIAL.items() if (text := show(row))}
+        if told:
+            line = Text(escaped(row["name"]), overflow="fold")
+            for name, text in told.items():
+                line.append(f"  {name} ", "dim").append(text)
+            lines.append(line)
+    return ["", *lines] if lines else []
 
 
 def _table(subject: str, columns: Iterable[str], wide: bool) -> Table:

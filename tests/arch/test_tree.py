@@ -62,6 +62,11 @@ def test_no_unfinished_work() -> None:
     assert found == []
 
 
+def test_no_merge_is_unfinished() -> None:
+    marks = re.compile(r"^(?:<{7}|={7}|>{7})(?: |$)", re.MULTILINE)
+    assert [str(path.relative_to(ROOT)) for path in text_files() if marks.search(path.read_text(errors="replace"))] == []
+
+
 def test_every_package_directory_has_an_init() -> None:
     """Tests of equal file names in different folders collide without it, and so do modules in a wheel."""
     folders = {path.parent for path in files() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] != "plugins"}

@@ -109,6 +109,13 @@ async def test_a_live_gateway_and_its_worker_expose_every_metric_that_is_asked_f
     assert asked - families - parts == set()
 
 
+def test_every_metric_is_in_a_dashboard_or_an_alert() -> None:
+    asked = {name for query in queries().values() for name, _ in selectors(query)}
+    drawn = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked} | asked
+    documented = {names(row[0]).pop() for table in (GATEWAY, WORKER) for row in table[1:]}
+    assert documented - drawn == {"forebay_build_info"}, "which is there to be joined with"
+
+
 def test_every_alert_of_the_issue_is_there_and_says_what_to_do() -> None:
     named = {rule["alert"] for rule in alerts()}
     assert named >= {

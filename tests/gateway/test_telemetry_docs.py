@@ -22,6 +22,7 @@ from tests.arch.source import ROOT
 from tests.gateway import tracing
 from tests.otlp import OtlpReceiver, ReceivedSpan
 from workers import collector as where
+from workers.engine.record import TransferRecord
 from workers.metrics import Sources, WorkerMetrics
 from workers.protocol import TierStats, WorkerStats
 from workers.request_spans import request_spans, step_context, step_span
@@ -74,7 +75,12 @@ def spans() -> list[ReceivedSpan]:
         sink = SpanSink(exporter(target), resource({}, "forebay-worker", "w", {}))
         records = tracing.records(sent, 10**18, preempted=True)
         records[0].guessed(3, 1)
-        sink.submit(request_spans(records, parent, SpanContext(parent.trace_id, 5), model="tiny", worker="w", steps={}))
+        records[0].phases[0].restored = 1
+        moved = TransferRecord(sent.trace, "127.0.0.1:7", 10**18 - 9, 10**18, "ok", 2)
+        inference = SpanContext(parent.trace_id, 5)
+        sink.submit(
+            request_spans(records, parent, inference, model="tiny", worker="w", steps={}, transfer=moved)
+        )
         sink.submit([step_span(tracing.step(1, 10**18, ["a"]), step_context(), "w", True, [])])
         assert telemetry.flush()
         assert sink.flush()

@@ -14,13 +14,13 @@ from tests.otlp import OtlpReceiver, ReceivedSpan, check_tree
 from workers import collector as where
 from workers.config import EngineConfig
 from workers.engine.loop import Engine
-from workers.engine.record import SequenceRecord, StepRecord
+from workers.engine.record import SequenceRecord, StepRecord, TransferRecord
 from workers.engine.testing import FakeRunner
 from workers.metrics import Sources, WorkerMetrics
 from workers.protocol import Generate, SamplingParams, WorkerStats
 from workers.spans import parse_traceparent
 from workers.telemetry import SpanSink, exporter, resource
-from workers.tracing import HOLD_S, MOST_HELD, WorkerTelemetry
+from workers.tracing import HOLD_PREFILL_S, HOLD_S, MOST_HELD, WorkerTelemetry
 from workers.tracing import setup as worker_setup
 
 MS = 1_000_000
@@ -279,6 +279,95 @@ def test_timings_are_held_for_30_s_at_most(
     clock.now += HOLD_S
     worker.sweep()
     assert worker.held == 0, "the verdict that came too late is forgotten as well"
+
+
+def transfer(result: str = "ok", tokens: int = 3, headers: dict[str, str] = HEADERS) -> TransferRecord:
+    """A wait of 5 ms that ends when the engine has the request, as ``records`` has it."""
+    return TransferRecord(headers, "127.0.0.1:7", 10**18 - 5 * MS, 10**18, result, tokens)
+
+
+@pytest.mark.parametrize("result", ["ok", "late", "stopped"])
+def test_the_wait_for_another_workers_blocks_is_a_span(
+    result: str, worker: WorkerTelemetry, sink: SpanSink, collector: OtlpReceiver, clock: Clock
+) -> None:
+    """However long its request runs; it comes first, and is an error when something went wrong."""
+    worker.transferred(transfer(result, 3 if result == "ok" else 0))
+    clock.now += 10 * HOLD_S
+    worker.sweep()
+    for record in records(2):
+        worker.record(record)
+    worker.keep("job-1", True)
+    found = spans(sink, collector)
+    [inference] = [span for span in found if span.name == "inference tiny"]
+    [moved] = [span for span in found if span.name == "kv transfer"]
+    assert (moved.parent, moved.start_ns, moved.end_ns) == (inference.span_id, inference.start_ns, 10**18)
+    assert inference.start_ns == 10**18 - 5 * MS
+    assert moved.attributes["forebay.transfer.result"] == result
+    assert moved.attributes["forebay.transfer.tokens"] == (3 if result == "ok" else 0)
+    assert moved.attributes["forebay.transfer.source"] == "127.0.0.1:7"
+    assert (moved.error, moved.attributes.get("error.type")) == ((True, "late") if result == "late" else (False, None))
+    [waited] = [span for span in found if span.name == "wait for slot"]
+    assert waited.start_ns >= moved.end_ns + 2_000
+    assert worker.held == 0
+
+
+def test_transfers_of_dropped_traces_and_of_strangers_are_forgotten(worker: WorkerTelemetry) -> None:
+    worker.transferred(transfer())
+    worker.record(records()[0])
+    worker.keep("job-1", False)
+    worker.transferred(transfer(headers={}))
+    assert worker.held == 0
+    for number in range(MOST_HELD + 7):
+        worker.transferred(transfer(headers={"traceparent": f"00-{number + 1:032x}-{1:016x}-01"}))
+    assert worker.held == MOST_HELD
+    WorkerTelemetry(None, model="tiny", worker="w").transferred(transfer())
+
+
+def test_a_retrys_transfer_is_shown_with_its_own_attempt(
+    gateway: Telemetry, worker: WorkerTelemetry, sink: SpanSink, collector: OtlpReceiver
+) -> None:
+    trace = tracing.start(gateway)
+    first, chat = tracing.dispatch(trace, tracing.generate())
+    worker.transferred(transfer("broken", 0, first.trace))
+    chat.fail("worker_error")
+    chat.end()
+    second, _ = tracing.attempt(trace, tracing.generate())
+    worker.transferred(transfer("ok", 3, second.trace))
+    for sent in (first, second):
+        worker.record(tracing.records(sent, 10**18)[0])
+    worker.keep("job-1", trace.finish("ok", status=200))
+    assert gateway.flush()
+    found = {span.span_id: span for span in spans(sink, collector)}
+    moved = [span for span in found.values() if span.name == "kv transfer"]
+    attempts = {span.attributes["forebay.transfer.result"]: found[span.parent].parent for span in moved}
+    assert attempts == {"broken": first.trace["traceparent"][36:52], "ok": second.trace["traceparent"][36:52]}
+
+
+def test_a_prefill_workers_part_is_held_while_others_go_on_with_it(
+    collector: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = worker_setup(model="tiny", worker="p", env=collector.env, hold_s=HOLD_PREFILL_S)
+    clock = Clock()
+    monkeypatch.setattr(made, "_clock", clock)
+    made.record(records()[0])
+    clock.now += HOLD_PREFILL_S - 1
+    made.sweep()
+    made.keep("job-1", True)
+    made.shutdown(5.0)
+    assert "inference tiny" in [span.name for span in collector.spans()]
+
+
+def test_what_came_back_from_a_lower_tier_is_told(
+    worker: WorkerTelemetry, sink: SpanSink, collector: OtlpReceiver
+) -> None:
+    made = records()[0]
+    made.preempted(10**18 + 20 * MS, "kv_pressure", 3)
+    made.admitted(10**18 + 30 * MS, 48, 12, 32)
+    made.ended(10**18 + 40 * MS)
+    worker.record(made)
+    worker.keep("job-1", True)
+    told = [span.attributes.get("forebay.restored_tokens") for span in spans(sink, collector) if span.name == "prefill"]
+    assert sorted(told, key=str) == [32, None]
 
 
 def test_a_choice_that_runs_on_keeps_its_siblings(

@@ -50,6 +50,8 @@ class Phase:
     """Prefill: tokens computed. Decode: tokens produced."""
     cached: int = 0
     """Prefill: tokens taken from the prefix cache."""
+    restored: int = 0
+    """Prefill: those of them that were brought back from a tier below the device."""
     chunks: int = 0
     """Prefill: how many chunks it took (all of them, also those without a record of their own)."""
     recompute: bool = False
@@ -149,14 +151,15 @@ class SequenceRecord:
         phases.append(phase)
         return phase
 
-    def admitted(self, now: int, cached: int, free_blocks: int) -> None:
-        """It got its blocks; ``cached`` tokens of it were in the prefix cache."""
+    def admitted(self, now: int, cached: int, free_blocks: int, restored: int = 0) -> None:
+        """It got its blocks; ``cached`` tokens of it were in the prefix cache, ``restored`` of these in a lower tier."""
         if not self.scheduled_ns:
             self.scheduled_ns = now
             self.free_blocks = free_blocks
         again = bool(self.phases)
         phase = self._begin("prefill", now)
         phase.cached += cached
+        phase.restored += restored
         phase.recompute = again
 
     def chunk(self, step: int, start_ns: int, end_ns: int, tokens: int) -> None:
@@ -209,6 +212,27 @@ class SequenceRecord:
         self.finished_ns = now
         if self.phases and not self.phases[-1].end_ns:
             self.phases[-1].end_ns = now
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRecord:
+    """One wait for a prompt's blocks from another worker, before the engine has the request."""
+
+    trace: dict[str, str]
+    """W3C context of the gateway's chat span."""
+    source: str
+    """The address of the worker that computes the prompt."""
+    start_ns: int
+    end_ns: int
+    result: str
+    """``ok``, or why not everything came."""
+    tokens: int
+    """Of the prompt, computed there and arrived; 0 unless all came."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the request waited."""
+        return max(0, self.end_ns - self.start_ns) / 1e9
 
 
 @dataclass(slots=True)

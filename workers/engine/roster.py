@@ -141,7 +141,8 @@ class Roster:
         if not sequence.scheduled_ns:
             sequence.scheduled_ns = now
         if sequence.record is not None:
-            sequence.record.admitted(now, cached, self.pool.available)
+            restored = cached - hit * self.limits.block_size
+            sequence.record.admitted(now, cached, self.pool.available, restored)
         self.waiting.discard(sequence)
         insort(self.running, sequence, key=by_arrival)
         self.riders += len(sequence.siblings)

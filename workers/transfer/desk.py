@@ -10,6 +10,7 @@ from contextlib import aclosing
 from workers.config import EngineConfig
 from workers.engine.handover import Transferred
 from workers.engine.leases import BlockMover, Offer
+from workers.engine.record import TransferRecord
 from workers.protocol import Cancel, Down, Drain, Generate, Purge
 from workers.rpc.tls import TlsFiles
 from workers.transfer.connector import Connector, Part, TransferError, Wanted
@@ -35,9 +36,9 @@ class TransferDesk:
         layout: str,
         revision: str,
         submit: Callable[[Transferred], None],
-        on_end: Callable[[str, float], None],
+        on_end: Callable[[TransferRecord], None],
     ) -> None:
-        """The model is loaded. ``on_end``: of the reader's desk, for metrics."""
+        """The model is loaded. ``on_end``: of the reader's desk, for telemetry."""
         self._loop = asyncio.get_running_loop()
         config = self._config
         if mover is None:

@@ -18,6 +18,7 @@ from contextlib import aclosing
 from workers.engine.arrivals import Arrived, HandedOver
 from workers.engine.block_hash import BlockKey, KeyChain
 from workers.engine.leases import concerns
+from workers.engine.record import TransferRecord
 from workers.log import get
 from workers.protocol import Generate, Purge
 from workers.transfer.connector import Connector, Part, TransferError
@@ -39,9 +40,9 @@ class Fetcher:
         block_size: int,
         block_bytes: int,
         timeout_s: float,
-        on_end: Callable[[str, float], None] = lambda result, seconds: None,
+        on_end: Callable[[TransferRecord], None] = lambda record: None,
     ) -> None:
-        """``on_end(result, seconds)``: ``ok``, or why not everything came."""
+        """``on_end``: once for each request, before it goes to the engine."""
         self._connector = connector
         self._submit = submit
         self._layout = layout
@@ -51,7 +52,8 @@ class Fetcher:
         self._timeout_s = timeout_s
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[str, tuple[Generate, asyncio.Task[None]]] = {}
+        self._waiting: dict[str, tuple[Generate, asyncio.Task[None], int]] = {}
+        """By request: it, who fetches for it, since when (Unix time in ns)."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -61,18 +63,18 @@ class Fetcher:
         if generate.id in self._waiting:
             return  # as the engine does with an id that runs
         task = self._loop.create_task(self._fetch(generate), name="transfer")
-        self._waiting[generate.id] = (generate, task)
+        self._waiting[generate.id] = (generate, task, time.time_ns())
 
     def let_go(self, request_id: str) -> None:
         """Run it with what is there."""
         if request_id in self._waiting:
-            generate, task = self._waiting[request_id]
-            self._run(generate, 0, "stopped", 0.0)
+            generate, task, _ = self._waiting[request_id]
+            self._run(generate, 0, "stopped")
             task.cancel()
 
     def purge(self, purge: Purge) -> None:
         """Before a purge: nothing that it concerns arrives after it."""
-        for generate, _ in list(self._waiting.values()):
+        for generate, *_ in list(self._waiting.values()):
             if concerns(purge, generate, self._keys(generate) if purge.keys else ()):
                 self.let_go(generate.id)
 
@@ -83,12 +85,12 @@ class Fetcher:
 
     async def close(self) -> None:
         """End every transfer."""
-        tasks = [task for _, task in self._waiting.values()]
+        tasks = [task for _, task, _ in self._waiting.values()]
         self.let_all_go()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _fetch(self, generate: Generate) -> None:
-        began, computed, result = time.perf_counter(), 0, "ok"
+        computed, result = 0, "ok"
         try:
             async with asyncio.timeout(self._timeout_s):
                 computed = await self._pulled(generate)
@@ -101,12 +103,13 @@ class Fetcher:
             result = "broken"
         if result != "ok":
             log.warning("transfer_failed", request=generate.id, why=result, meaning="the prompt is computed here")
-        self._run(generate, computed, result, time.perf_counter() - began)
+        self._run(generate, computed, result)
 
-    def _run(self, generate: Generate, computed: int, result: str, seconds: float) -> None:
-        if self._waiting.pop(generate.id, None) is None:
+    def _run(self, generate: Generate, computed: int, result: str) -> None:
+        if (waited := self._waiting.pop(generate.id, None)) is None:
             return
-        self._on_end(result, seconds)
+        source = "" if generate.source is None else generate.source.address
+        self._on_end(TransferRecord(generate.trace, source, waited[2], time.time_ns(), result, computed))
         self._submit(HandedOver(generate, computed))
 
     async def _pulled(self, generate: Generate) -> int:

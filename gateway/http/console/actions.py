@@ -1,6 +1,7 @@
 """What an operator may do from the console: purge, drain, end a request, check, try and swap policies, reload.
 
-Each action takes the form's fields and returns what came of it; refusals are ApiError. Every action is logged.
+Each action takes the form's fields and returns what came of it; refusals are ApiError. Every action is logged, and what
+it changed is entered into the audit log under the names that the admin API uses, so that one search finds both ways.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from gateway.config_file import ConfigErrors
 from gateway.console_data import ConsoleData
 from gateway.errors import ApiError, bad_request
 from gateway.settings import PolicyUse
+from gateway.state.audit import Actor, Event
 from gateway.worker_handle import WorkerGoneError
 from policies.spi import KINDS, Kind, PolicyConfigError
 from policies.types import TenantId
@@ -29,6 +31,16 @@ Fields = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Deed:
+    """What was changed, for the audit log: as ``Event`` has it."""
+
+    action: str
+    subject: str
+    after: Mapping[str, Any]
+    before: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """What came of an action."""
 
@@ -41,6 +53,8 @@ class Result:
     mistakes: tuple[tuple[str, str], ...] = ()
     """(path, what is wrong)."""
     status: int = 200
+    deed: Deed | None = None
+    """None: nothing was changed, or whoever changed it enters it."""
 
 
 class Actions:
@@ -50,7 +64,7 @@ class Actions:
         self._gateway = gateway
         self._parts = gateway.parts
         self._data = data
-        self._by_name: Mapping[str, Callable[[Fields], Awaitable[Result]]] = {
+        self._by_name: Mapping[str, Callable[[Fields, Actor], Awaitable[Result]]] = {
             "purge": self._purge,
             "drain": self._drain,
             "cancel": self._cancel,
@@ -61,16 +75,18 @@ class Actions:
             "reload": self._reload,
         }
 
-    async def run(self, name: str, fields: Fields) -> Result:
-        """Do it. Raises ApiError: 404 for an unknown action, or what the action has against its fields."""
+    async def run(self, name: str, fields: Fields, who: Actor) -> Result:
+        """Do it, and enter it into the audit log. Raises ApiError: 404 for an unknown action, or what the action has against its fields."""
         action = self._by_name.get(name)
         if action is None:
             raise _not_found("There is no such action.", "unknown_action")
-        result = await action(fields)
-        _log.info("console_action", action=name, ok=result.ok, title=result.title)
+        result = await action(fields, who)
+        _log.info("console_action", action=name, ok=result.ok, title=result.title, operator=who.name)
+        if (deed := result.deed) is not None:
+            await self._parts.registrar.record(Event(who, deed.action, deed.subject, deed.before, deed.after))
         return result
 
-    async def _purge(self, fields: Fields) -> Result:
+    async def _purge(self, fields: Fields, _: Actor) -> Result:
         tenant = TenantId(fields.get("tenant", ""))
         if not self._parts.tenants.knows(tenant):
             raise _not_found("There is no such tenant.", "unknown_tenant")
@@ -90,9 +106,10 @@ class Actions:
                 ("Workers that did not answer", ", ".join(receipt.failed) or "none"),
             ),
             receipt=body,
+            deed=Deed("cache.purge", f"tenant:{tenant}", body),
         )
 
-    async def _drain(self, fields: Fields) -> Result:
+    async def _drain(self, fields: Fields, _: Actor) -> Result:
         handle = self._data.worker(fields.get("worker", ""))
         if handle is None:
             raise _not_found("There is no such worker.", "unknown_worker")
@@ -105,16 +122,21 @@ class Actions:
             text="It takes no new requests and ends when those it has are done. One launched here is then started "
             "afresh.",
             facts=(("In flight", str(handle.inflight)),),
+            deed=Deed("worker.drain", f"worker:{handle.name}", {"inflight": handle.inflight}),
         )
 
-    async def _cancel(self, fields: Fields) -> Result:
+    async def _cancel(self, fields: Fields, _: Actor) -> Result:
         job = fields.get("job", "")
         for dispatcher in self._parts.dispatchers.values():
             if dispatcher.revoke(job):
-                return Result(f"Request {job} ended", text="Its caller was told that the operator ended it.")
+                return Result(
+                    f"Request {job} ended",
+                    text="Its caller was told that the operator ended it.",
+                    deed=Deed("request.cancel", f"request:{job}", {"model": dispatcher.model.name}),
+                )
         raise _not_found("That request is over already.", "unknown_request")
 
-    async def _check(self, fields: Fields) -> Result:
+    async def _check(self, fields: Fields, _: Actor) -> Result:
         try:
             kind, use = self._wanted(fields)
             self._parts.registry.validate(kind, use.use, use.with_)
@@ -122,9 +144,10 @@ class Actions:
             return _mistaken(error.mistakes)
         return Result("No mistakes", text=f"{kind}: {use.use} can be swapped in. Nothing was changed.")
 
-    async def _swap(self, fields: Fields) -> Result:
+    async def _swap(self, fields: Fields, _: Actor) -> Result:
         try:
             kind, use = self._wanted(fields)
+            before = _told(kind, self._parts.runtime.current.uses[kind])
             current = await self._parts.runtime.swap({kind: use})
         except PolicyConfigError as error:
             return _mistaken(error.mistakes)
@@ -136,9 +159,10 @@ class Actions:
             f"{kind} is now {use.use}",
             text="Every queued request was kept. The next read of the configuration file puts back what it says.",
             facts=(("Generation", str(current.generation)),),
+            deed=Deed("policies.swap", "policies", _told(kind, use), before),
         )
 
-    async def _shadow(self, fields: Fields) -> Result:
+    async def _shadow(self, fields: Fields, _: Actor) -> Result:
         seconds = _seconds(fields.get("seconds", ""))
         try:
             kind, use = self._wanted(fields)
@@ -154,18 +178,23 @@ class Actions:
         return Result(
             f"{use.use} watches every queue",
             text=f"It decides nothing for {seconds:g} seconds, then takes over. See below what it would have done.",
+            deed=Deed("policies.shadow", "policies", {**_told(kind, use), "shadow_s": seconds}),
         )
 
-    async def _end_shadow(self, fields: Fields) -> Result:
+    async def _end_shadow(self, _: Fields, __: Actor) -> Result:
         trial = self._parts.runtime.trial
         if trial is None or not trial.running:
             raise ApiError(409, "No shadow run is under way.", type="invalid_request_error", code="no_shadow")
         await self._parts.runtime.end_trial("the operator ended it")
-        return Result(f"{trial.use.use} watches no more", text="The policies in force stay as they are.")
+        return Result(
+            f"{trial.use.use} watches no more",
+            text="The policies in force stay as they are.",
+            deed=Deed("policies.shadow", "policies", {"shadow_s": 0}),
+        )
 
-    async def _reload(self, fields: Fields) -> Result:
+    async def _reload(self, _: Fields, who: Actor) -> Result:
         try:
-            done = await self._gateway.reload()
+            done = await self._gateway.reload(who)
         except ConfigErrors as error:
             return _mistaken([("", line) for line in str(error).splitlines()])
         except PolicyConfigError as error:
@@ -195,6 +224,11 @@ class Actions:
             raise PolicyConfigError("settings must be a mapping", mistakes=[("with", "must be a mapping, e.g. {}")])
         use = PolicyUse.model_validate({"use": fields.get("use", ""), "with": settings})
         return kind, policy_view.restored(kind, use, self._parts.runtime.current)
+
+
+def _told(kind: Kind, use: PolicyUse) -> dict[str, Any]:
+    """A policy as the admin API has it, without its secrets."""
+    return {kind: {"use": use.use, "with": policy_view.without_secrets(use.with_)}}
 
 
 def _seconds(text: str) -> float:

@@ -27,7 +27,6 @@ from gateway.http.console.pages import PAGES, Page
 from gateway.http.console.render import Renderer
 from gateway.http.operators import Operators
 from gateway.http.trail import actor, identify
-from gateway.state.audit import Event
 
 if TYPE_CHECKING:
     from gateway.service import Gateway
@@ -37,8 +36,6 @@ _log = log.get("console")
 ROOT = "/console"
 LOGIN = f"{ROOT}/login"
 MAX_FIELDS = 16
-_AUDITED = ("tenant", "worker", "job", "kind", "use", "seconds")
-"""Fields that go into the audit log: none that may hold a secret."""
 
 
 def console_app(gateway: Gateway, operators: Operators) -> ASGIApp:
@@ -186,12 +183,8 @@ class _Console:
     async def _act(self, name: str, request: Request, visitor: Visitor) -> Response:
         fields = await _fields(request)
         self._access.check_csrf(visitor, fields.get("csrf", ""))
-        result = await self._actions.run(name, fields)
-        if name not in ("check", "reload"):  # a check changes nothing; a reload is noted where it is done
-            identify(request.scope, self._access.name_of(visitor))
-            said = {key: fields[key] for key in _AUDITED if key in fields}
-            event = Event(actor(request, "console"), f"console.{name}", name, after={"ok": result.ok, **said})
-            await self._gateway.parts.registrar.record(event)
+        identify(request.scope, self._access.name_of(visitor))
+        result = await self._actions.run(name, fields, actor(request, "console"))
         if request.headers.get("hx-request") == "true":
             return HTMLResponse(self._renderer.html("_result.html", {"result": result}), result.status)
         back = fields.get("back", "")

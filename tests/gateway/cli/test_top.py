@@ -124,6 +124,27 @@ def test_nothing_is_cut_off_at_any_width(width: int) -> None:
     assert ("12,345" in text) == (width >= 100)
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_what_only_some_workers_have(width: int) -> None:
+    told = overview()
+    [worker] = told["workers"]
+    assert "guesses" not in rendered(told, width)
+    tiers = [{"name": "host", "bytes": 3 << 30, "up": True}, {"name": "disk", "bytes": 5 << 20, "up": False}]
+    worker |= {
+        "acceptance": 0.625,
+        "tiers": tiers,
+        "transfers": {"ok": 1200, "failed": 3},
+        "adapters": ["sql", "\x1b[2Jlegal"],
+    }
+    text = " ".join(rendered(told, width).split())
+    for words in (
+        "guesses right 62.5%", "below the device host 3,072 MiB, disk 5 MiB (not written to)",
+        "prompts from elsewhere 1,200, 3 failed", "adapters sql, \\x1b[2Jlegal",
+    ):  # fmt: skip
+        assert words in text
+    assert "…" not in text
+
+
 def test_it_says_what_is_wrong() -> None:
     assert "stalled: m" in rendered(overview(stalled=["m"]), 120)
     assert "not ready: no worker" in rendered(overview(ready=False, missing=["no worker"]), 120)

@@ -55,6 +55,54 @@ async def test_a_purge_has_a_signed_receipt(shared: Site) -> None:
         assert (await mine.post("/console/actions/purge", tenant="nobody")).status_code == 404
 
 
+async def test_what_was_done_is_in_the_audit_log_as_the_admin_api_would_have_it(start: Start) -> None:
+    """With its receipt, under the operator's own name; what changed nothing is not there."""
+    changes = {"state": {"path": "state"}, "admin": {"operators": {"ann": "ANN_TOKEN"}}, **SETTINGS}
+    env = {"FOREBAY_ADMIN_TOKEN": "a secret", "ANN_TOKEN": "another"}
+    async with start(changes, env=env, echo=ECHO) as site, visitor(site) as mine:
+        await mine.get("/console/login")
+        assert (await mine.post("/console/login", token="another")).status_code == 303
+        await mine.get("/console")
+
+        async def act(action: str, status: int = 200, **fields: str) -> str:
+            answer = await mine.post(f"/console/actions/{action}", **fields)
+            assert answer.status_code == status, (action, answer.text)
+            return answer.text
+
+        purged = await act("purge", tenant="alpha")
+        await act("purge", 404, tenant="nobody")
+        call = asyncio.create_task(site.complete(max_tokens=2000))
+        await until(lambda: tickets(site), "it is there")
+        [job] = [ticket.job.id for ticket in tickets(site)]
+        await act("cancel", job=job)
+        assert (await call).status_code == 403
+        await act("check", kind="scheduling", use="wfq")
+        await act("swap", 422, kind="scheduling", use="wfq", **{"with": "x: 1"})
+        await act("swap", kind="scheduling", use="wfq")
+        hashes = f"policies: [{{use: api_key, with: {{keys: [{{hash: '{HASH}', tenant: beta}}]}}}}]"
+        await act("swap", kind="auth", use="chain", **{"with": hashes})
+        await act("shadow", kind="scheduling", use="fcfs", seconds="60")
+        await act("end_shadow")
+        await act("end_shadow", 409)
+        await act("drain", worker=site.dispatcher.workers[0].name)
+        log = (await site.admin.get("/admin/audit", headers={"authorization": "Bearer another"})).json()["entries"]
+    assert [(entry["action"], entry["subject"]) for entry in reversed(log)] == [
+        ("cache.purge", "tenant:alpha"),
+        ("request.cancel", f"request:{job}"),
+        ("policies.swap", "policies"),
+        ("policies.swap", "policies"),
+        ("policies.shadow", "policies"),
+        ("policies.shadow", "policies"),
+        ("worker.drain", "worker:echo/local-0"),
+    ]
+    assert {(entry["actor"]["name"], entry["actor"]["via"]) for entry in log} == {("ann", "console")}
+    receipt = json.loads(unescape(re.search(r"<pre[^>]*>(.*?)</pre>", purged, re.DOTALL).group(1)))  # type: ignore[union-attr]
+    assert log[-1]["after"] == receipt
+    assert log[-3]["before"]["scheduling"]["use"] == "fcfs"
+    assert log[-3]["after"] == {"scheduling": {"use": "wfq", "with": {}}}
+    assert HASH not in json.dumps(log)
+
+
 async def test_an_ended_request_tells_its_caller(shared: Site) -> None:
     """Queued, running whole and running as a stream: each ends with the operator's word, and gives its slot back."""
     async with visitor(shared) as mine, shared.stream(max_tokens=2000) as stream:
@@ -202,9 +250,10 @@ async def test_a_drained_worker_finishes_and_comes_back(start: Start) -> None:
 
 async def test_reload_reads_the_file_or_says_why_not(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    launch = merged(BASE, {})
+    kept = {"state": {"path": "state"}}
+    launch = merged(BASE, kept)
     path.write_text(yaml.safe_dump(launch))
-    async with start(ready=False, config_path=path) as site, visitor(site) as mine:
+    async with start(kept, ready=False, config_path=path) as site, visitor(site) as mine:
         path.write_text(yaml.safe_dump({**launch, "tenants": [{"id": "gamma", "weight": 7}]}))
         done = await mine.post("/console/actions/reload")
         assert (done.status_code, "In force now tenants" in text(done.text)) == (200, True)
@@ -214,5 +263,7 @@ async def test_reload_reads_the_file_or_says_why_not(start: Start, tmp_path: Pat
         assert wrong.status_code == 422
         assert "tenants[0].wait" in text(wrong.text)
         assert "gamma" in (await mine.get("/console/tenants")).text
+        [entry] = (await site.admin.get("/admin/audit")).json()["entries"]
+        assert (entry["action"], entry["actor"]["via"]) == ("config.reload", "console"), "entered once, as the operator's"
     async with start(ready=False) as site, visitor(site) as mine:
         assert "not started from a file" in text((await mine.post("/console/actions/reload")).text)

@@ -41,6 +41,22 @@ def test_what_the_device_evicts_comes_back_from_the_host() -> None:
     assert drive.planner.pool.hit_tokens == 36
 
 
+def test_records_say_what_came_back() -> None:
+    """Of a prefix that the device had lost, and of what a preempted sequence had computed; nothing of a plain hit."""
+    drive = TieredDrive(slots=32, blocks=12)
+    prompt(drive, "a")
+    flood(drive)
+    before = drive.tiers.stats()[HOST].restored_blocks
+    prompt(drive, "b")
+    prompt(drive, "c")
+    made = {record.id: record for record in drive.planner.take_records()}
+    restored = (drive.tiers.stats()[HOST].restored_blocks - before) * 4
+    assert [phase.restored for phase in made["b"].phases if phase.kind == "prefill"] == [restored]
+    assert restored > 0
+    for name in ("a", "c"):
+        assert [phase.restored for phase in made[name].phases if phase.kind == "prefill"] == [0]
+
+
 def test_without_tiers_it_is_computed_again() -> None:
     """Or the test above would show nothing."""
     drive = TieredDrive(slots=2, blocks=12)

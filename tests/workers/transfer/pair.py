@@ -84,7 +84,7 @@ class Side:
         )
         self._loop = asyncio.get_running_loop()
         self._ended: dict[str, asyncio.Event] = {}
-        self.desk.open(mover, layout, revision, self.engine.submit, lambda result, _: self.results.append(result))
+        self.desk.open(mover, layout, revision, self.engine.submit, lambda end: self.results.append(end.result))
         self.engine.start()
 
     def _take(self, news: StepOutputs) -> None:
