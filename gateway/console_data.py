@@ -176,8 +176,9 @@ class ConsoleData:
             if ticket.worker is not None:
                 by_tenant = blocks.setdefault(ticket.worker, {})
                 by_tenant[ticket.job.tenant] = by_tenant.get(ticket.job.tenant, 0) + filled
+        adapters = list(self._parts.models.adapters)
         return [
-            worker_row(handle, described, blocks.get(handle.name, {}), self._cached(handle), self._parts.models.adapters)
+            worker_row(handle, described, blocks.get(handle.name, {}), self._cached(handle), adapters)
             for pool in self._parts.pools
             for handle, described in zip(pool.handles, pool.snapshot(), strict=True)
         ]

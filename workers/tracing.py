@@ -1,8 +1,8 @@
 """Keeps what the engine recorded until the gateway says whether a trace is kept; then has spans built, elsewhere.
 
 Rules
-- ``record`` and ``step`` run on the engine thread, ``keep`` and ``transferred`` on the stream's: each only files numbers under a lock, in
-  bounded time. Spans are made on the sink's thread.
+- ``record`` and ``step`` run on the engine thread, ``keep`` and ``transferred`` on the stream's: each only files
+  numbers under a lock, in bounded time. Spans are made on the sink's thread.
 - A finished request's records are held at most ``HOLD_S`` (``HOLD_PREFILL_S`` where others go on with it); without a
   verdict by then they are dropped. At most ``MOST_HELD`` requests are held, the oldest goes first.
 - Records of a request's choices and the gateway's verdict come in any order; spans are built when all are there, or,

@@ -64,7 +64,9 @@ def test_no_unfinished_work() -> None:
 
 def test_no_merge_is_unfinished() -> None:
     marks = re.compile(r"^(?:<{7}|={7}|>{7})(?: |$)", re.MULTILINE)
-    assert [str(path.relative_to(ROOT)) for path in text_files() if marks.search(path.read_text(errors="replace"))] == []
+    assert [
+        str(path.relative_to(ROOT)) for path in text_files() if marks.search(path.read_text(errors="replace"))
+    ] == []
 
 
 def test_every_package_directory_has_an_init() -> None:

@@ -29,9 +29,10 @@ pytestmark = pytest.mark.long
 
 QUIET = {
     "alert: ", "tenants: Turned away per second", "fairness: Behind in virtual time", "engine: Cached blocks given up",
-    "latency: Spans per second A", "latency: Parts that failed, per second A", "latency: Parts that failed, per second C",
-    "engine: Memory", "engine: Guesses accepted", "engine: Adapters", "engine: Tokens computed with", "engine: KV bytes",
-    "engine: Below", "engine: Prompt tokens found below", "engine: Blocks moved", "engine: Tier",
+    "latency: Spans per second A", "latency: Parts that failed, per second A",
+    "latency: Parts that failed, per second C", "engine: Memory", "engine: Guesses accepted", "engine: Adapters",
+    "engine: Tokens computed with", "engine: KV bytes", "engine: Below",
+    "engine: Prompt tokens found below", "engine: Blocks moved", "engine: Tier",
     "engine: Waiting for prompts", "engine: Prompts from",
 }  # fmt: skip
 """What rightly has no series while all is well, with a worker that has no model."""

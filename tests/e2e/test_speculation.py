@@ -52,3 +52,7 @@ def test_answers_and_bills_are_those_without_guesses(tmp_path: Path) -> None:
         page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
         counted = dict(re.findall(r'^forebay_speculation_tokens_total\{result="(\w+)"\} (\S+)$', page, re.MULTILINE))
         assert {name: int(float(value)) for name, value in counted.items()} == drafts[MODEL]
+        page = server.admin("/console/workers").text
+        assert page.count("Guesses right") == 1, "of the worker that guesses, not of the plain one"
+        right = drafts[MODEL]["accepted"] / sum(drafts[MODEL].values())
+        assert f"{right * 100:.1f}%" in page

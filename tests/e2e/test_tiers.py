@@ -53,7 +53,13 @@ def test_a_prefix_survives_its_worker_on_disk_and_a_purge_removes_it(tmp_path: P
         shown = server.admin(workers).json()["workers"][0]["tiers"]
         assert shown["disk"]["bytes"] > 0
         assert shown["disk"]["up"]
-        assert "Below the device" in server.admin("/console/workers").text
+        [row] = server.admin("/admin/overview").json()["workers"]
+        [_, disk] = row["tiers"]
+        assert (disk["name"], disk["up"]) == ("disk", True)
+        assert min(disk["hit_tokens"], disk["restored_blocks"]) > 0
+        page = server.admin("/console/workers").text
+        assert "Below the device" in page
+        assert f"{disk['hit_tokens']:,} tokens found" in page
         before = len(list(files.rglob("*.kv")))
         receipt = httpx.delete(server.info["admin_url"] + "/admin/tenants/search/cache", timeout=30).json()
         assert receipt["complete"], receipt

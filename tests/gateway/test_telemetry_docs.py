@@ -78,9 +78,7 @@ def spans() -> list[ReceivedSpan]:
         records[0].phases[0].restored = 1
         moved = TransferRecord(sent.trace, "127.0.0.1:7", 10**18 - 9, 10**18, "ok", 2)
         inference = SpanContext(parent.trace_id, 5)
-        sink.submit(
-            request_spans(records, parent, inference, model="tiny", worker="w", steps={}, transfer=moved)
-        )
+        sink.submit(request_spans(records, parent, inference, model="tiny", worker="w", steps={}, transfer=moved))
         sink.submit([step_span(tracing.step(1, 10**18, ["a"]), step_context(), "w", True, [])])
         assert telemetry.flush()
         assert sink.flush()

@@ -152,7 +152,7 @@ class SequenceRecord:
         return phase
 
     def admitted(self, now: int, cached: int, free_blocks: int, restored: int = 0) -> None:
-        """It got its blocks; ``cached`` tokens of it were in the prefix cache, ``restored`` of these in a lower tier."""
+        """It got blocks; ``cached`` of its tokens were in the prefix cache, ``restored`` of them in a lower tier."""
         if not self.scheduled_ns:
             self.scheduled_ns = now
             self.free_blocks = free_blocks

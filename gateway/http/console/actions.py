@@ -76,7 +76,10 @@ class Actions:
         }
 
     async def run(self, name: str, fields: Fields, who: Actor) -> Result:
-        """Do it, and enter it into the audit log. Raises ApiError: 404 for an unknown action, or what the action has against its fields."""
+        """Do it, and enter it into the audit log.
+
+        Raises ApiError: 404 for an unknown action, or what the action has against its fields.
+        """
         action = self._by_name.get(name)
         if action is None:
             raise _not_found("There is no such action.", "unknown_action")

@@ -264,6 +264,6 @@ async def test_reload_reads_the_file_or_says_why_not(start: Start, tmp_path: Pat
         assert "tenants[0].wait" in text(wrong.text)
         assert "gamma" in (await mine.get("/console/tenants")).text
         [entry] = (await site.admin.get("/admin/audit")).json()["entries"]
-        assert (entry["action"], entry["actor"]["via"]) == ("config.reload", "console"), "entered once, as the operator's"
+        assert (entry["action"], entry["actor"]["via"]) == ("config.reload", "console"), "once, as the operator's"
     async with start(ready=False) as site, visitor(site) as mine:
         assert "not started from a file" in text((await mine.post("/console/actions/reload")).text)
