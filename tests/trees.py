@@ -13,7 +13,7 @@ LEFT_OUT = {
     "network.protocol.name", "network.protocol.version", "forebay.request.id", "forebay.job.id", "forebay.stream",
     "forebay.policy.generation", "gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.response.model",
     "gen_ai.output.type", "gen_ai.request.stream", "gen_ai.request.top_p", "gen_ai.request.temperature",
-    "forebay.auth.method", "forebay.key.id", "forebay.choices", "forebay.class",
+    "forebay.auth.method", "forebay.key.id", "forebay.choices", "forebay.class", "forebay.transfer.source",
 }  # fmt: skip
 """What every trace has and no example needs."""
 

@@ -18,7 +18,7 @@ def trees() -> list[list[str]]:
 
 
 def test_the_trees_consist_of_what_is_documented() -> None:
-    assert len(trees()) == 4
+    assert len(trees()) == 6
     names: set[str] = set()
     attributes: set[str] = set()
     for line in [line for tree in trees() for line in tree]:
@@ -30,7 +30,7 @@ def test_the_trees_consist_of_what_is_documented() -> None:
         names.add(found["name"].replace("smollm2", "{model}"))
         values_gone = re.sub(r'"[^"]*"|\[[^\]]*\]', "-", found["rest"])
         attributes |= set(re.findall(r"(?:^| )([a-z_.]+)=(?=[^ ])", values_gone))
-    assert {"queue", "preempted", "chat {model}", "first_token", "stall"} <= names
+    assert {"queue", "preempted", "chat {model}", "kv transfer", "first_token", "stall"} <= names
     assert [name for name in sorted(names) if f"`{name}`" not in CONTRACT] == []
     known = set(re.findall(r"`([a-z_.]+)`", CONTRACT))
     assert {name for name in attributes if not {name, f"forebay.{name}"} & known} == set()

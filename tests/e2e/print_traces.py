@@ -75,6 +75,15 @@ class Traces:
         for _, thread in calls:
             thread.join(60)
 
+    def arrived(self, count: int) -> Callable[[], bool]:
+        """Whether so many run or wait."""
+
+        def look() -> bool:
+            inflight = sum(row["inflight"] for row in self.server.admin("/admin/workers").json()["workers"])
+            return inflight + sum(row["queued"] for row in self.server.admin("/admin/queue").json()["models"]) >= count
+
+        return look
+
     def queued(self, count: int) -> Callable[[], bool]:
         """Whether so many wait."""
         return lambda: self.server.admin("/admin/queue").json()["models"][0]["queued"] >= count
@@ -88,7 +97,10 @@ def short_of_room(traces: Traces) -> None:
     traces.ended(again)
     traces.show("ok, with a part of its prompt cached", again[0], INFERENCE, "decode")
 
-    busy = [traces.start("batch", body(f"Count from {number}.", 60)) for number in range(5)]
+    busy = []
+    for number in range(5):  # one after the other: of many at once its line would turn some away
+        busy.append(traces.start("batch", body(f"Count from {number}.", 100)))
+        until(traces.arrived(number + 1), "batch is here")
     until(traces.queued(2), "batch waits")
     waited = traces.start("search", body("What is a weir?"))
     until(traces.queued(3), "search waits as well")
@@ -121,8 +133,7 @@ def restored_and_guessed(traces: Traces) -> None:
 
 def apart(traces: Traces) -> None:
     """A prompt is computed by one worker, its answer by another."""
-    until(lambda: len([row for row in traces.server.admin("/admin/workers").json()["workers"]
-                       if row["state"] == "ready"]) == 2, "both workers", 60)  # fmt: skip
+    until(lambda: traces.server.admin("/admin/overview").json()["status"]["workers_ready"] == 2, "both workers", 60)
     text = " ".join(f"House {number} has {number * 7 % 13} windows." for number in range(60))
     asked = traces.start("search", body(f"{text} How many has house 5?"))
     traces.ended(asked)
