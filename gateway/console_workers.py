@@ -13,6 +13,8 @@ from gateway.adapters import Adapter
 from gateway.worker_handle import WorkerHandle, WorkerState
 from workers.protocol import WorkerStats
 
+_NO_FAULT = ("ok", "stopped")
+"""Ends of a transfer that are nobody's: it came, or its request was stopped."""
 _DIGEST = 19
 """Characters of ``sha256:…`` that are enough to tell contents apart."""
 
@@ -37,11 +39,11 @@ class TransferRow:
 
     ok: int
     failed: int
-    """Not all of the prompt came: it was computed here."""
+    """Not all of the prompt came, so it was computed here; without requests that were stopped meanwhile."""
     mean_s: float
     """Of those that came: from the request's arrival to its last block, computing included."""
-    failures: tuple[tuple[str, int], ...]
-    """Why, most often first."""
+    others: tuple[tuple[str, int], ...]
+    """Why not all came, most often first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,9 @@ def _transfers(stats: WorkerStats) -> TransferRow | None:
     if not stats.transfers:
         return None
     ok, seconds = stats.transfers.get("ok", (0, 0.0))
-    failures = {why: count for why, (count, _) in stats.transfers.items() if why != "ok"}
-    return TransferRow(ok, sum(failures.values()), seconds / ok if ok else 0.0, _most_first(failures))
+    others = {why: count for why, (count, _) in stats.transfers.items() if why != "ok"}
+    failed = sum(count for why, count in others.items() if why not in _NO_FAULT)
+    return TransferRow(ok, failed, seconds / ok if ok else 0.0, _most_first(others))
 
 
 def _names(handle: WorkerHandle, adapters: Iterable[Adapter]) -> tuple[str, ...]:

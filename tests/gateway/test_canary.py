@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,15 @@ from tests.gateway.conftest import Start
 from tests.gateway.console.browser import PAGES, visitor
 from tests.gateway.harness import KEY, MODEL, Site, pool, tickets, token, until
 from tests.gateway.logs import undisturbed
+from tests.gateway.test_adapters import ROOM, write
 from tests.otlp import OtlpReceiver
 from workers.testing import Echo
 
 PROMPT = "canary-prompt-6f1d"
 USER = "canary-user-77aa"
 FIELD = "canary-field-3c09"
+NAME = "canary-name-e81b"
+"""Of a model, a type, a tool: told back to the caller who got it wrong, and to nobody else."""
 HEADER = "canary-header-b2e4"
 SECRET = "canary-admin-token-91f0-at-least-32-bytes"
 SERVER_SECRET = "canary-server-secret-5d21-at-least-32"
@@ -52,6 +55,41 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }
 """Other endpoints, and what they are sent."""
+ARGUMENTS = json.dumps({FIELD: PROMPT})
+SHAPED: list[dict[str, Any]] = [
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": NAME, "schema": {"type": "object", "properties": {FIELD: {"const": PROMPT}}}},
+        }
+    },
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": FIELD, "properties": {FIELD: {"$ref": f"#/{FIELD}"}}}},
+        }
+    },
+    {"response_format": {"type": NAME}},
+    {"structured_outputs": {"regex": f"({FIELD}"}},
+    {"structured_outputs": {"grammar": f"start: {FIELD}"}},
+    {"structured_outputs": {"choice": [PROMPT, FIELD]}},
+    {
+        "tools": [{"type": "function", "function": {"name": "find", "description": PROMPT, "parameters": {}}}],
+        "messages": [
+            {"role": "user", "content": PROMPT},
+            {"role": "assistant", "tool_calls": [
+                {"id": FIELD, "type": "function", "function": {"name": "find", "arguments": ARGUMENTS}}
+            ]},
+            {"role": "tool", "tool_call_id": FIELD, "content": PROMPT},
+        ],
+    },
+    {"tools": [{"type": "function", "function": {"name": f"{NAME} {NAME}", "parameters": {"type": FIELD}}}]},
+    {"tool_choice": {"type": "function", "function": {"name": NAME}}},
+    {"use_beam_search": True, "n": 2, "best_of": 2, "max_tokens": 8},
+    {"model": "law", "seed": 7},
+    {"model": f"law:{NAME}"},
+]  # fmt: skip
+"""Grammars, tools, beams, an adapter: well formed and not. What becomes of them is another test's business."""
 SETTINGS: dict[str, Any] = {
     "tenants": [{"id": "alpha"}, {"id": "beta"}, {"id": "single", "limits": {"concurrent": 1}}],
     "models": [pool(max_running=1)],
@@ -106,6 +144,10 @@ class Caller:
                 assert answer.status_code == 200, answer.text
                 assert PROMPT[:6] in answer.text, path
             assert (await self.send(path, json.dumps({**body, "temperature": FIELD}).encode())).status_code == 400
+        for fields in SHAPED:
+            assert (await self.post(**fields)).status_code != 500, fields
+        for path in ("/tokenize", "/detokenize"):
+            await self.send(path, json.dumps({"model": MODEL, "prompt": PROMPT, "tokens": [FIELD]}).encode())
         for stream in (False, True):
             call = asyncio.create_task(self.post(max_tokens=900, stream=stream))
             await until(lambda: any(ticket.first_token_at for ticket in tickets(self.site)), "it runs")
@@ -178,9 +220,10 @@ def logged() -> Iterator[io.StringIO]:
         yield stream
 
 
-@pytest.mark.parametrize("quota", ["token_bucket", "ledger"])
+@pytest.mark.parametrize(("quota", "apart"), [("token_bucket", False), ("ledger", False), ("token_bucket", True)])
 async def test_nothing_of_a_request_is_kept_or_told(
     quota: str,
+    apart: bool,
     start: Start,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -191,8 +234,14 @@ async def test_nothing_of_a_request_is_kept_or_told(
     env = {"FOREBAY_ADMIN_TOKEN": SECRET, "FOREBAY_SERVER_SECRET": SERVER_SECRET, log.LEVEL_ENV: "debug"}
     errors: list[str] = []
     with OtlpReceiver() as collector:
+        engine: dict[str, Any] = {
+            "max_running": 1,
+            "adapters": [{"name": "law", "source": write(tmp_path, "law")}],
+            **ROOM,
+        }
         changes = {
             **SETTINGS,
+            "models": [prefill_and_decode(engine) if apart else pool(**engine)],
             "telemetry": {"otlp_endpoint": collector.endpoint, "request_log": "requests.jsonl"},
             "state": {"path": "state"},
             "policies": {**SETTINGS["policies"], "quota": {"use": quota}},
@@ -217,9 +266,12 @@ async def test_nothing_of_a_request_is_kept_or_told(
     logs = logged.getvalue() + output.out + output.err
     assert logs.count('"event": "request"') > 12
     assert spans.count("chat echo") >= 5
+    assert ("kv transfer" in spans) is apart
+    assert ('forebay_kv_transfer_seconds_count{result="ok"}' in pages) is apart
     assert len(errors) >= 9
     encoded = ", ".join(str(number) for number in _ids(tmp_path)[1:6])
-    marks = [PROMPT, USER, FIELD, HEADER, SECRET, SERVER_SECRET, KEY, encoded, credential("alpha").split(".")[2][:20]]
+    signature = credential("alpha").split(".")[2][:20]
+    marks = [PROMPT, USER, FIELD, NAME, HEADER, SECRET, SERVER_SECRET, KEY, encoded, signature]
     places = {"logs": logs, "spans": spans, "pages and metrics": pages, "errors": "\n".join(errors)}
     places |= {str(path.relative_to(tmp_path)): content.decode("latin-1") for path, content in files.items()}
     places["usage"] = usage
@@ -227,8 +279,20 @@ async def test_nothing_of_a_request_is_kept_or_told(
     ledger = {place for place in places if place.startswith("state/ledger.db")}
     assert any((USER, place) in found for place in ledger) is (quota == "ledger"), "its files are searched"
     # Who used how much is what a ledger and the usage pages are for; what was asked is in neither.
-    assert {(mark, place) for mark, place in found if place not in {"usage", *ledger}} == set()
-    assert {mark for mark, _ in found} == {USER}
+    assert {(mark, place) for mark, place in found if place not in {"usage", *ledger}} == {(NAME, "errors")}
+    assert {mark for mark, _ in found} == {USER, NAME}
+
+
+def prefill_and_decode(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The model in two workers: every prompt but the shortest moves from one to the other."""
+    roles: dict[str, dict[str, Any]] = {"prefill": {}, "decode": {"transfer": {"min_tokens": 16}}}
+    return {
+        **pool(),
+        "pools": [
+            {"name": role, "launch": {"use": "echo"}, "engine": {"blocks": 256, "role": role, **engine, **more}}
+            for role, more in roles.items()
+        ],
+    }
 
 
 def _ids(folder: Path) -> list[int]:

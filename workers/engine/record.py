@@ -232,7 +232,7 @@ class TransferRecord:
     @property
     def seconds(self) -> float:
         """How long the request waited."""
-        return max(0, self.end_ns - self.start_ns) / 1e9
+        return (self.end_ns - self.start_ns) / 1e9
 
 
 @dataclass(slots=True)

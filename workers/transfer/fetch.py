@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from workers.engine.arrivals import Arrived, HandedOver
 from workers.engine.block_hash import BlockKey, KeyChain
@@ -25,6 +26,21 @@ from workers.transfer.connector import Connector, Part, TransferError
 from workers.transfer.lend import settle
 
 log = get("transfer")
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request here."""
+
+    generate: Generate
+    task: asyncio.Task[None]
+    """Fetches for it."""
+    start_ns: int = field(default_factory=time.time_ns)
+    ticks: int = field(default_factory=time.perf_counter_ns)
+
+    def now_ns(self) -> int:
+        """Unix time, by a clock that is not set meanwhile."""
+        return self.start_ns + time.perf_counter_ns() - self.ticks
 
 
 class Fetcher:
@@ -52,8 +68,7 @@ class Fetcher:
         self._timeout_s = timeout_s
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[str, tuple[Generate, asyncio.Task[None], int]] = {}
-        """By request: it, who fetches for it, since when (Unix time in ns)."""
+        self._waiting: dict[str, _Waiting] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -63,18 +78,18 @@ class Fetcher:
         if generate.id in self._waiting:
             return  # as the engine does with an id that runs
         task = self._loop.create_task(self._fetch(generate), name="transfer")
-        self._waiting[generate.id] = (generate, task, time.time_ns())
+        self._waiting[generate.id] = _Waiting(generate, task)
 
     def let_go(self, request_id: str) -> None:
         """Run it with what is there."""
         if request_id in self._waiting:
-            generate, task, _ = self._waiting[request_id]
-            self._run(generate, 0, "stopped")
-            task.cancel()
+            waiting = self._waiting[request_id]
+            self._run(waiting.generate, 0, "stopped")
+            waiting.task.cancel()
 
     def purge(self, purge: Purge) -> None:
         """Before a purge: nothing that it concerns arrives after it."""
-        for generate, *_ in list(self._waiting.values()):
+        for generate in [waiting.generate for waiting in self._waiting.values()]:
             if concerns(purge, generate, self._keys(generate) if purge.keys else ()):
                 self.let_go(generate.id)
 
@@ -85,7 +100,7 @@ class Fetcher:
 
     async def close(self) -> None:
         """End every transfer."""
-        tasks = [task for _, task, _ in self._waiting.values()]
+        tasks = [waiting.task for waiting in self._waiting.values()]
         self.let_all_go()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -109,7 +124,7 @@ class Fetcher:
         if (waited := self._waiting.pop(generate.id, None)) is None:
             return
         source = "" if generate.source is None else generate.source.address
-        self._on_end(TransferRecord(generate.trace, source, waited[2], time.time_ns(), result, computed))
+        self._on_end(TransferRecord(generate.trace, source, waited.start_ns, waited.now_ns(), result, computed))
         self._submit(HandedOver(generate, computed))
 
     async def _pulled(self, generate: Generate) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -15,6 +16,7 @@ from playwright.async_api import Browser, expect
 from tests.gateway.conftest import Start
 from tests.gateway.console.browser import PAGES, chromium, tab
 from tests.gateway.harness import MODEL, Site, pool, tickets, token, until
+from tests.gateway.test_adapters import ROOM, write
 from workers.testing import Echo
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -31,6 +33,7 @@ SETTINGS = {
     "models": [pool(blocks=8192)],  # room for all: a preempted request would stand still
 }
 ECHO = Echo(step_s=0.02)
+ROLES = ("prefill", "decode")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -84,6 +87,23 @@ async def test_axe_finds_nothing_serious(browser: Browser, busy: Site, theme: st
                 assert await opened.axe() == [], (path, width)
                 overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
                 assert await opened.page.evaluate(overflow) <= 0, f"{path} is wider than {width} px"
+
+
+async def test_axe_finds_nothing_serious_in_what_only_some_workers_show(
+    browser: Browser, start: Start, tmp_path: Path
+) -> None:
+    """Roles, transfers, adapters."""
+    engine = {"blocks": 256, "max_running": 8, "adapters": [{"name": "law", "source": write(tmp_path, "law")}], **ROOM}
+    pools = [{"name": role, "launch": {"use": "echo"}, "engine": {**engine, "role": role}} for role in ROLES]
+    async with start({"models": [{**pool(), "pools": pools}]}) as site:
+        await until(lambda: len(site.dispatcher.workers) == len(ROLES), "both workers are there", 20)
+        assert (await site.complete(prompt=[5, 6, 7, 8] * 50)).status_code == 200
+        for theme in ("light", "dark"):
+            async with tab(browser, site, color_scheme=theme, viewport={"width": 390, "height": 844}) as opened:
+                await opened.open("/console/workers")
+                for words in (*ROLES, "Prompts from elsewhere", "law"):
+                    await expect(opened.page.get_by_text(words).first).to_be_visible()
+                assert await opened.axe() == []
 
 
 async def test_the_overview_lives(browser: Browser, busy: Site) -> None:
@@ -261,7 +281,9 @@ async def test_signing_in_and_out(browser: Browser, start: Start) -> None:
         tab(browser, site) as second,
     ):
         await opened.page.goto(f"{site.admin_url}/console/requests")
-        assert await opened.axe() == []
+        for theme in ("dark", "light"):
+            await opened.page.emulate_media(color_scheme=theme)
+            assert await opened.axe() == [], theme
         await opened.page.get_by_label("Admin token").fill("wrong")
         await opened.page.keyboard.press("Enter")
         await expect(opened.page.get_by_role("alert")).to_have_text("That is not the admin token.")

@@ -50,16 +50,19 @@ def test_guesses_tiers_transfers_and_adapters_are_told() -> None:
             "host": TierStats(3 << 20, 640, 40, 50),
             "disk": TierStats(5 << 30, 0, 0, 7, errors=2, up=False),
         },
-        transfers={"ok": (4, 1.0), "late": (1, 5.0), "gone": (2, 0.1)},
+        transfers={"ok": (4, 1.0), "late": (1, 5.0), "gone": (2, 0.1), "stopped": (9, 0.1)},
     )
     held = [AdapterInfo("sql", DIGEST, 8, 100), AdapterInfo("gone", "sha256:" + "cd" * 32, 8, 100)]
     named = [Adapter(name, model, "a", digest=DIGEST) for name, model in (("sql", "m"), (HOSTILE, "m"), ("x", "other"))]
-    shown = page(row(stats, named, role="decode", adapters=held))
+    made = row(stats, named, role="decode", adapters=held)
+    assert made.transfers is not None
+    assert made.transfers.failed == 3, "a caller that hung up is no failure"
+    shown = page(made)
     for words in (
         "Guesses right 75.0%",
         "Below the device host 3 MiB 640 tokens found 40 blocks brought back 50 saved",
         "and disk 5.0 GiB 0 tokens found 0 blocks brought back 7 saved 2 errors not written to",
-        "Prompts from elsewhere 4 came, on average in 250 ms gone 2 late 1",
+        "Prompts from elsewhere 4 came, on average in 250 ms stopped 9 gone 2 late 1",
         f"Adapters {HOSTILE} sql sha256:cdcdcdcdcdcd",
         "decode",
     ):
