@@ -27,7 +27,7 @@ from policies.quota.ledger import ledger_path
 from policies.spi import Json, PolicyConfig, PolicyContext, PolicySpec, PolicyUnavailableError, Shared
 from policies.types import DeviceTime, DeviceUse, Job, JobId, QuotaDecision, Usage, UsageQuery, UsageRow
 
-_START_WAIT_S = 2.0
+_START_WAIT_S = 3.0
 
 
 class SharedConfig(PolicyConfig):

@@ -55,10 +55,15 @@ async def keeper(folder: Path, shared: Shared | None = None, **settings: Any) ->
 
 
 @contextlib.asynccontextmanager
-async def replica(folder: Path, shared: Shared | None = None, timeout_s: float = SLOW) -> AsyncIterator[SharedQuota]:
+async def replica(
+    folder: Path, shared: Shared | None = None, timeout_s: float = SLOW, *, alone: bool = False
+) -> AsyncIterator[SharedQuota]:
+    """``alone``: its keeper comes later."""
     quota = SharedQuota(folder / "ledger.db", timeout_s, shared=shared)
     await quota.start()
     try:
+        if not alone:
+            await until(quota.writable, "it is connected")
         yield quota
     finally:
         with contextlib.suppress(RuntimeError):
@@ -317,7 +322,7 @@ async def test_a_frozen_keeper_costs_one_request_its_patience(tmp_path: Path) ->
 
 async def test_a_keeper_that_is_killed_and_comes_back_is_brought_what_ran(tmp_path: Path) -> None:
     """security 73: what was running then is in the reports, and holds no slot; new work is refused meanwhile."""
-    async with replica(tmp_path) as one:
+    async with replica(tmp_path, alone=True) as one:
         with process(tmp_path) as child:
             await until(lambda: one.writable(), "a keeper that comes late is taken up")
             for place in range(8):
