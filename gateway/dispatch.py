@@ -21,9 +21,10 @@ from gateway import log
 from gateway import trace_attributes as attributes
 from gateway.asking import message_for
 from gateway.desk import Desk, try_send
-from gateway.errors import internal, no_worker, revoked, shed, shutting_down
+from gateway.errors import internal, no_worker, revoked, shutting_down, waited_out
 from gateway.flights import Flight
 from gateway.gate import Claim, Load, Room, fill, suits
+from gateway.hints import Hints
 from gateway.landing import Landing
 from gateway.models import ModelHandle
 from gateway.monitor import Monitor
@@ -82,6 +83,7 @@ class Dispatcher:
         self._roles = PoolRoles(model.name, model.config.pools, self._handles, self._prefill)
         self._landing = Landing(self._desk, self._roles)
         self._routing = routing
+        self._hints = Hints()
         self._stale: set[str] = set()
         self._closing = False
         self._woken = False
@@ -283,6 +285,7 @@ class Dispatcher:
                 self._expired(self._desk.tickets[job.id], now)
             if len(self.queue):
                 self._fill(now)
+                self._hints.give(self.queue.demand, self._prefill.serving, now)
         except Exception as error:  # not even the fallback works: the jobs stay, their wait runs out at worst
             policy = self._desk.policy_name
             _log.error("turn_failed", model=self.model.name, policy=policy, failure=log.describe(error))
@@ -389,12 +392,5 @@ class Dispatcher:
     def _expired(self, ticket: Ticket, now: float) -> None:
         """Its wait ran out; the queue has let go of it already."""
         job = ticket.job
-        if self.ready_for(job, ticket.lines):
-            error = shed(
-                "The request waited in the queue as long as its service class allows. Retry later.",
-                "queue_timeout",
-                self._desk.drain_s(),
-            )
-        else:
-            error = no_worker(job.model)
-        self._desk.end(ticket, error, now)
+        healthy = self.ready_for(job, ticket.lines)
+        self._desk.end(ticket, waited_out(self._desk.drain_s()) if healthy else no_worker(job.model), now)

@@ -115,6 +115,12 @@ def shed(message: str, reason: str, retry_after_s: float | None) -> ApiError:
     )
 
 
+def waited_out(retry_after_s: float | None) -> ApiError:
+    """429: it waited as long as its class allows, beside healthy workers."""
+    message = "The request waited in the queue as long as its service class allows. Retry later."
+    return shed(message, "queue_timeout", retry_after_s)
+
+
 def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
     """503: no worker, or a dependency is down."""
     return ApiError(503, message, type="service_unavailable", code=code, retry_after_s=retry_after_s)

@@ -7,6 +7,8 @@ Rules
 - A kind is all that a worker is chosen by, whatever room it has (``gateway.gate.takes``): class, adapter, required
   labels, whether it may leave the installation.
 - Only ``JobQueue`` changes it. A job is entered when it is queued and leaves when it is not any more.
+- Which jobs may be next is a guess without asking the policy: whoever's turn it is, it is the turn of the first in
+  line (``heads``).
 - Per kind a heap by prompt length with lazy deletion: entering and leaving are amortised O(log n).
 """
 
@@ -14,9 +16,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from policies._entries import Queued
-from policies.types import Job, JobId
+from policies.types import Job, JobId, TenantId
 
 Kind = tuple[str, str | None, str | None, bool, tuple[tuple[str, str], ...]]
 
@@ -58,6 +61,18 @@ class Demand:
             while not self._waits(heap[0]):
                 heapq.heappop(heap)
             yield heap[0][2]
+
+    def heads(self, most: int, among: int) -> list[Job]:
+        """The job that has waited longest of each tenant, of at most ``most`` tenants; looks at ``among`` jobs.
+
+        What came back to the queue counts as young here.
+        """
+        found: dict[TenantId, Job] = {}
+        for entry in islice(self._queued.values(), among):
+            found.setdefault(entry.job.tenant, entry.job)
+            if len(found) == most:
+                break
+        return list(found.values())
 
     def _waits(self, item: tuple[int, int, Job]) -> bool:
         entry = self._queued.get(item[2].id)

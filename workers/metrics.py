@@ -134,6 +134,7 @@ def _tiers(tiers: Mapping[str, TierStats]) -> list[Metric]:
     restored = CounterMetricFamily("forebay_tier_restored_blocks", "Blocks brought back.", labels=["tier"])
     saved = CounterMetricFamily("forebay_tier_saved_blocks", "Blocks taken in.", labels=["tier"])
     errors = CounterMetricFamily("forebay_tier_errors", "Files not written, or damaged.", labels=["tier"])
+    early = CounterMetricFamily("forebay_tier_early_blocks", "Blocks read before their request.", labels=["tier"])
     for tier, stats in tiers.items():
         held.add_metric([tier], stats.bytes)
         up.add_metric([tier], stats.up)
@@ -141,7 +142,8 @@ def _tiers(tiers: Mapping[str, TierStats]) -> list[Metric]:
         restored.add_metric([tier], stats.restored_blocks)
         saved.add_metric([tier], stats.saved_blocks)
         errors.add_metric([tier], stats.errors)
-    return [held, up, hits, restored, saved, errors]
+        early.add_metric([tier], stats.early_blocks)
+    return [held, up, hits, restored, saved, errors, early]
 
 
 class WorkerMetrics:

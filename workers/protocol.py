@@ -1,9 +1,9 @@
 """Messages between gateway and worker: msgspec Structs, MessagePack on the wire, no pickle anywhere.
 
 One bidirectional gRPC stream per worker (``rpc.py``). Down: ``Generate``, ``Cancel``, ``Keep``, ``Purge``, ``Drain``,
-``LoadAdapter``, ``DropAdapter``. Up: ``Hello`` first, then one ``StepOutputs`` per engine step (coalesced when the
-reader is slower than the engine); ``Purged`` and ``AdapterAnswer`` as answers to a purge and to an adapter's coming or
-going.
+``Prefetch``, ``LoadAdapter``, ``DropAdapter``. Up: ``Hello`` first, then one ``StepOutputs`` per engine step (coalesced
+when the reader is slower than the engine); ``Purged`` and ``AdapterAnswer`` as answers to a purge and to an adapter's
+coming or going.
 
 Rules
 - Counters in ``SequenceOutput`` are cumulative per sequence; the gateway takes differences, so a lost or repeated
@@ -25,10 +25,11 @@ import msgspec
 from policies.types import kv_tokens
 from workers.sampling import Beams as Beams
 from workers.sampling import SamplingParams as SamplingParams
+from workers.tier_stats import TierStats as TierStats
 
-PROTOCOL = 6
+PROTOCOL = 7
 """2: a ``Cancel`` may name one choice. 3: a ``Generate`` may ask for beam search. 5: ``Generate.adapter`` is a digest,
-and adapters come and go. 6: prompts are scored."""
+and adapters come and go. 6: prompts are scored. 7: there is ``Prefetch``."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -126,6 +127,16 @@ class Purge(msgspec.Struct, frozen=True, omit_defaults=True, tag="purge"):
     labels: list[bytes] = []
     keys: list[bytes] = []
     """Chain keys (of a public prefix, which has no scope)."""
+
+
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
+    """A request that waits in the gateway's queue begins with these blocks: have ready what lies on a disk.
+
+    A hint: not answered, and of no effect where the disk is busy or nothing of it lies there.
+    """
+
+    keys: list[bytes]
+    """Chain keys, first block first."""
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
@@ -231,21 +242,6 @@ ERRORS = (
 """``grammar``: it does not compile here, became too complex on the way, or allows no token any more. ``adapter``: it is
 not loaded here. ``throttled``, ``unavailable``: it answered 429, 503. ``upstream_failed``: it cannot be reached, broke
 off, or answered what makes no sense."""
-
-
-class TierStats(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One tier of the prefix cache below the device's memory. All but ``bytes`` and ``up`` are cumulative."""
-
-    bytes: int = 0
-    """Held now."""
-    hit_tokens: int = 0
-    """Prompt tokens that were found here."""
-    restored_blocks: int = 0
-    saved_blocks: int = 0
-    errors: int = 0
-    """Files that could not be written, or were not what they should be."""
-    up: bool = True
-    """Whether it is written to; a disk that is full or unwritable is left alone for a while."""
 
 
 class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -367,7 +363,7 @@ class AdapterAnswer(msgspec.Struct, frozen=True, omit_defaults=True, tag="adapte
     """For the operator: file, field, value, remedy."""
 
 
-Down = Generate | Cancel | Keep | Purge | Drain | LoadAdapter | DropAdapter
+Down = Generate | Cancel | Keep | Purge | Drain | Prefetch | LoadAdapter | DropAdapter
 Up = Hello | StepOutputs | Purged | AdapterAnswer
 
 _encoder = msgspec.msgpack.Encoder()

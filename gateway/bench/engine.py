@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,13 @@ from gateway.bench.report import BenchError, engine_versions
 if TYPE_CHECKING:
     from workers.config import EngineConfig
     from workers.engine.plan import Runner
+    from workers.engine.planner import Planner
     from workers.engine.record import StepRecord
     from workers.model.loading import LoadedModel
     from workers.protocol import SequenceOutput, StepOutputs
 
+IDLE_S = 0.0002
+"""How long a step that had nothing to compute waits."""
 LEAST_REQUESTS = 8
 """A run has so many requests at least: whole waves of its concurrency."""
 
@@ -33,6 +37,8 @@ class Steps:
     count: int = 0
     rows: int = 0
     """Tokens that went through the linears."""
+    adapter_rows: int = 0
+    """Of those the ones with an adapter."""
     total_ns: int = 0
     run_ns: int = 0
     """Of that, inside the runner; the rest is planning and bookkeeping."""
@@ -64,10 +70,20 @@ class Held:
 
 
 class BenchEngine:
-    """A ``pump.StepEngine``. Answers are greedy and end tokens do not stop them."""
+    """A ``pump.StepEngine``. Answers are greedy where nothing else is said, and end tokens do not stop them."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, *, source: str = "", load_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        *,
+        source: str = "",
+        load_s: float = 0.0,
+        temperature: float = 0.0,
+    ) -> None:
+        """``temperature``: of the answers; each is seeded by its request's id."""
         self.loaded, self.config, self.source, self.load_s = loaded, config, source, load_s
+        self._temperature = temperature
         self._build(loaded.runner)
 
     def _build(self, runner: Runner) -> None:
@@ -85,6 +101,8 @@ class BenchEngine:
             on_outputs=self._take,
             on_step=self._count,
             windows=self.loaded.windows,
+            adapters=self.loaded.adapters,
+            store=self.loaded.store,
         )
         self._news: list[News] = []
         self._open: dict[str, int] = {}
@@ -100,11 +118,26 @@ class BenchEngine:
         """Since the engine was made."""
         return self._engine.planner.roster.preemptions
 
+    @property
+    def planner(self) -> Planner:
+        """To read, between steps."""
+        return self._engine.planner
+
+    def settle(self, timeout_s: float = 60.0) -> None:
+        """Step until the tiers have nothing to write or read any more. Raises BenchError when they do not end."""
+        tiers = self._engine.planner.tiers
+        end = time.monotonic() + timeout_s
+        while tiers is not None and tiers.disk is not None and (tiers.disk.busy or tiers.disk.writing):
+            if time.monotonic() > end:
+                raise BenchError(f"the disk tier still writes or reads after {timeout_s:g} s")
+            self.step()
+
     def submit(self, request: Request) -> None:
         """Hand it to the engine."""
         from workers.protocol import Generate, SamplingParams
 
-        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        seed = zlib.crc32(request.id.encode()) if self._temperature else None
+        params = SamplingParams(temperature=self._temperature, seed=seed, ignore_eos=True)
         self._open[request.id] = request.n
         self._engine.submit(
             Generate(
@@ -115,12 +148,14 @@ class BenchEngine:
                 n=request.n,
                 scope=b"bench",
                 tenant_key="bench",
+                adapter=request.adapter,
             )
         )
 
     def step(self) -> list[News]:
         """One step of the engine; what it brought."""
-        self._engine.step()
+        if not self._engine.step():
+            time.sleep(IDLE_S)  # a disk is being read, by a thread that needs the processor
         news, self._news = self._news, []
         return news
 
@@ -160,8 +195,10 @@ class BenchEngine:
             )
 
     def close(self) -> None:
-        """End it; whatever is unfinished ends with an error."""
+        """End it with its ranks and tiers; whatever is unfinished ends with an error."""
         self._engine.stop()
+        if self.loaded.ranks is not None:
+            self.loaded.ranks.close()
 
     def _take(self, outputs: StepOutputs) -> None:
         self._news += map(self._of, outputs.outputs)
@@ -188,6 +225,7 @@ class BenchEngine:
         taken = record.end_ns - record.start_ns
         steps.count += 1
         steps.rows += record.prefill_tokens + record.decode_tokens
+        steps.adapter_rows += record.adapter_tokens
         steps.total_ns += taken
         steps.run_ns += record.run_ns
         steps.most_ns = max(steps.most_ns, taken)
@@ -214,6 +252,7 @@ def open_engine(
     *,
     base_dir: Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    temperature: float = 0.0,
 ) -> BenchEngine:
     """Load a model (seconds). Raises BenchError with the loader's message."""
     from workers.model.loading import load as load_model
@@ -223,7 +262,8 @@ def open_engine(
         loaded = load_model(source, config, base_dir=base_dir or Path.cwd(), progress=progress)
     except ValueError as error:
         raise BenchError(str(error)) from None
-    return BenchEngine(loaded, config, source=source, load_s=time.perf_counter() - begin)
+    took = time.perf_counter() - begin
+    return BenchEngine(loaded, config, source=source, load_s=took, temperature=temperature)
 
 
 def measure(

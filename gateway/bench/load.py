@@ -28,6 +28,8 @@ class Request:
     """(id, k): not before that request's k-th token."""
     n: int = 1
     """Choices over the one prompt."""
+    adapter: str | None = None
+    """Digest of the LoRA adapter that answers it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,9 @@ class Load:
         for item in raw["requests"]:
             after = item["after"]
             tokens, after = tuple(item["tokens"]), None if after is None else (after[0], after[1])
-            made.append(Request(item["id"], tokens, item["max_tokens"], item["at"], after, item["n"]))
+            made.append(
+                Request(item["id"], tokens, item["max_tokens"], item["at"], after, item["n"], item.get("adapter"))
+            )
         return cls(tuple(made), raw["concurrency"], raw["keep_answers"])
 
     @property

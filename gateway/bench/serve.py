@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -161,16 +162,20 @@ class Attack:
                 tasks.append(group.create_task(done(self._fire(shot, f"r{len(tasks)}", start, due))))
         return [task.result() for task in tasks]
 
-    async def closed_loop(self, shots: Sequence[Shot], concurrency: int, progress: Progress) -> list[Timeline]:
-        """Each tenant keeps its part of ``concurrency`` under way, a next one whenever one ends."""
+    async def closed_loop(
+        self, shots: Sequence[Shot], concurrency: int, progress: Progress, *, seconds: float = math.inf
+    ) -> list[Timeline]:
+        """Each tenant keeps its part of ``concurrency`` under way, a next one whenever one ends.
+
+        After ``seconds`` no further one begins.
+        """
         start = time.perf_counter()
         done = _counted(progress, len(shots))
         lines: list[Timeline] = []
 
         async def slot(queue: deque[Shot]) -> None:
-            while queue:
+            while queue and (now := time.perf_counter() - start) < seconds:
                 shot = queue.popleft()
-                now = time.perf_counter() - start
                 lines.append(await done(self._fire(shot, f"r{len(lines)}", start, now)))
 
         async with asyncio.TaskGroup() as group:

@@ -70,29 +70,27 @@ def staged(source: str, *, sample_ratio: float, step_s: float = 0.0) -> Iterator
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-bench-")))
         key, secret = secrets.token_urlsafe(48), secrets.token_urlsafe(32)
         address = f"unix:{folder / 'w.sock'}"
-        sink = stack.enter_context(
-            _process(folder, "collector", [sys.executable, "-m", "gateway.bench.collector_sink"])
-        )
-        port = _wait(lambda: _first_line(folder / "collector.out"), sink, folder, "collector")
+        sink = stack.enter_context(process(folder, "collector", [sys.executable, "-m", "gateway.bench.collector_sink"]))
+        port = wait_for(lambda: _first_line(folder / "collector.out"), sink, folder, "collector")
         worker = stack.enter_context(
-            _process(folder, "worker", [sys.executable, "-m", "workers.testing", f"--step-s={step_s}"], pipe=True)
+            process(folder, "worker", [sys.executable, "-m", "workers.testing", f"--step-s={step_s}"], pipe=True)
         )
         assert worker.stdin is not None
         spec = WorkerSpec("stub-0", 0, MODEL, source, EngineConfig.model_validate(ENGINE))
         worker.stdin.write(spec_line(spec, address, secret, os.getpid()))
         worker.stdin.flush()
-        _wait(lambda: "there" if (folder / "w.sock").exists() else "", worker, folder, "worker")
+        wait_for(lambda: "there" if (folder / "w.sock").exists() else "", worker, folder, "worker")
         direct_ms = asyncio.run(_direct(address, secret)) if not step_s else 0.0
         config = folder / "gateway.yaml"
         config.write_text(json.dumps(_config(source, address, f"http://127.0.0.1:{port}", sample_ratio)))
         ready = folder / "ready.json"
         command = [sys.executable, "-m", "gateway.cli", "serve", str(config), "--ready-file", str(ready)]
         gateway = stack.enter_context(
-            _process(folder, "gateway", command, {"FOREBAY_JWT_KEY": key, "FOREBAY_BENCH_SECRET": secret})
+            process(folder, "gateway", command, {"FOREBAY_JWT_KEY": key, "FOREBAY_BENCH_SECRET": secret})
         )
-        info = json.loads(_wait(lambda: ready.read_text() if ready.exists() else "", gateway, folder, "gateway"))
-        _wait(lambda: "ready" if _is_ready(info["url"]) else "", gateway, folder, "gateway")
-        yield Stage(info["url"], info["admin_url"], _tokens(key), direct_ms, gateway.pid)
+        info = json.loads(wait_for(lambda: ready.read_text() if ready.exists() else "", gateway, folder, "gateway"))
+        wait_for(lambda: "ready" if is_ready(info["url"]) else "", gateway, folder, "gateway")
+        yield Stage(info["url"], info["admin_url"], tenant_tokens(key), direct_ms, gateway.pid)
 
 
 @contextlib.contextmanager
@@ -100,8 +98,8 @@ def echoing() -> Iterator[str]:
     """Start the bare echo that the gateway is held against; its URL. Raises BenchError."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-bench-")))
-        echo = stack.enter_context(_process(folder, "echo", [sys.executable, "-m", "gateway.bench.echo_server"]))
-        yield f"http://127.0.0.1:{_wait(lambda: _first_line(folder / 'echo.out'), echo, folder, 'echo')}"
+        echo = stack.enter_context(process(folder, "echo", [sys.executable, "-m", "gateway.bench.echo_server"]))
+        yield f"http://127.0.0.1:{wait_for(lambda: _first_line(folder / 'echo.out'), echo, folder, 'echo')}"
 
 
 async def _direct(address: str, secret: str) -> float:
@@ -140,7 +138,8 @@ def _config(source: str, address: str, collector: str, sample_ratio: float) -> d
     }
 
 
-def _tokens(key: str) -> dict[str, str]:
+def tenant_tokens(key: str) -> dict[str, str]:
+    """A signed token for each of ``TENANTS``, good for an hour."""
     import jwt
 
     now = int(time.time())
@@ -155,9 +154,10 @@ def _tokens(key: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _process(
+def process(
     folder: Path, name: str, command: list[str], env: dict[str, str] | None = None, *, pipe: bool = False
 ) -> Iterator[subprocess.Popen[bytes]]:
+    """One of our modules, ended afterwards; what it says is in ``folder``."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("OTEL_", "FOREBAY_"))}
     cache = {key: value for key, value in os.environ.items() if key == "FOREBAY_CACHE"}
     with (folder / f"{name}.out").open("wb") as out, (folder / f"{name}.err").open("wb") as err:
@@ -181,7 +181,7 @@ def _process(
             process.stdin.close()
 
 
-def _wait(ask: Callable[[], str], process: subprocess.Popen[bytes], folder: Path, name: str) -> str:
+def wait_for(ask: Callable[[], str], process: subprocess.Popen[bytes], folder: Path, name: str) -> str:
     """The first answer that is not empty. Raises BenchError with the process's last words when it ends before."""
     deadline = time.monotonic() + _START_S
     while not (answer := ask()):
@@ -197,7 +197,8 @@ def _first_line(path: Path) -> str:
     return text.partition("\n")[0] if "\n" in text else ""
 
 
-def _is_ready(url: str) -> bool:
+def is_ready(url: str) -> bool:
+    """Whether a gateway takes requests."""
     from urllib.error import URLError
     from urllib.request import urlopen
 

@@ -20,6 +20,7 @@ FORBIDDEN = {
     "JSON web token": re.compile(r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"),
     "cloud key": re.compile(r"\bAKIA[0-9A-Z]{16}\b"),
     "API key": re.compile(r"\b(?:sk-(?:proj-)?[A-Za-z0-9]{24,}|gh[pousr]_[A-Za-z0-9]{30,}|hf_[A-Za-z0-9]{30,})\b"),
+    "merge conflict": re.compile(r"^(?:<{7}|>{7}) "),
     "package index": re.compile(r"--(?:extra-)?index-url|--find-links"),
 }
 
@@ -38,7 +39,7 @@ def test_files_are_small() -> None:
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_no_secrets_and_no_machine_paths(what: str) -> None:
+def test_nothing_that_has_no_place_here(what: str) -> None:
     pattern = FORBIDDEN[what]
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"

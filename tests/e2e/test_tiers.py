@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -20,15 +22,22 @@ CHANGES = {
 PROMPT = [200 + place for place in range(200)]
 
 
-def cached(server: Server, tenant: str, prompt: list[int]) -> int:
+def cached(server: Server, tenant: str, prompt: list[int], answer_tokens: int = 2) -> int:
     answer = httpx.post(
         server.info["url"] + "/v1/completions",
-        json={"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0},
+        json={"model": MODEL, "prompt": prompt, "max_tokens": answer_tokens, "temperature": 0},
         headers=server.authorization(tenant),
         timeout=60,
     )
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def early(server: Server) -> int:
+    [worker] = server.admin("/admin/workers").json()["workers"]
+    text = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics", timeout=10).text
+    found = re.search(r'^forebay_tier_early_blocks_total\{tier="disk"\} (\d+)', text, re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def test_a_prefix_survives_its_worker_on_disk_and_a_purge_removes_it(tmp_path: Path) -> None:
@@ -48,7 +57,13 @@ def test_a_prefix_survives_its_worker_on_disk_and_a_purge_removes_it(tmp_path: P
         server.wait_ready()
         workers = "/admin/workers"
         until(lambda: server.admin(workers).json()["workers"][0]["tiers"].get("disk", {}).get("bytes"), "files found")
-        assert cached(server, "search", PROMPT) > 0
+        with ThreadPoolExecutor() as threads:
+            long = threads.submit(cached, server, "batch", [9000 + place for place in range(550)], 80)
+            until(lambda: server.admin("/admin/queue").json()["models"][0]["running"], "no room is left")
+            waits = threads.submit(cached, server, "search", PROMPT)
+            assert waits.result() > 0
+            assert long.result() == 0
+        assert early(server) > 0, "read while the request waited in the gateway"
         assert cached(server, "assist", PROMPT) == 0, "another tenant's"
         shown = server.admin(workers).json()["workers"][0]["tiers"]
         assert shown["disk"]["bytes"] > 0

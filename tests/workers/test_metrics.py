@@ -39,7 +39,7 @@ def test_a_scrape_shows_the_engine() -> None:
     stats = WorkerStats(
         free_blocks=5, cached_blocks=6, used_blocks=7, running=3, waiting=2, preemptions=4, hit_tokens=80,
         query_tokens=100, drafts_accepted=12, drafts_rejected=13,
-        tiers={"host": TierStats(7, 6, 5, 4), "disk": TierStats(errors=3, up=False)},
+        tiers={"host": TierStats(7, 6, 5, 4), "disk": TierStats(errors=3, up=False, early_blocks=2)},
     )  # fmt: skip
     metrics = WorkerMetrics(
         Sources(lambda: stats, lambda: {"lru": 9}, lambda: {"weights": 10, "kv": 20}, 36, ranks=lambda: 2)
@@ -64,6 +64,7 @@ def test_a_scrape_shows_the_engine() -> None:
     told = ("bytes", "hits_tokens_total", "restored_blocks_total", "saved_blocks_total", "errors_total", "up")
     assert [found[f"forebay_tier_{name},tier=host"] for name in told] == [7, 6, 5, 4, 0, 1]
     assert [found[f"forebay_tier_{name},tier=disk"] for name in told] == [0, 0, 0, 0, 3, 0]
+    assert found["forebay_tier_early_blocks_total,tier=disk"] == 2
     assert found["forebay_device_memory_bytes,kind=kv"] == 20
     assert found["forebay_engine_step_seconds_sum"] == pytest.approx(0.03)
     assert found["forebay_engine_batch_size_sum"] == 2

@@ -37,13 +37,13 @@ from workers.engine.purge import Receipts
 from workers.engine.record import SequenceRecord, StepRecord
 from workers.engine.sequence import Sequence
 from workers.engine.tier_desk import TierDesk, TierReport, TierStore, new_tiers
-from workers.protocol import Cancel, Drain, Generate, Purge, Purged, SequenceOutput, StepOutputs, WorkerStats
+from workers.protocol import Cancel, Drain, Generate, Prefetch, Purge, Purged, SequenceOutput, StepOutputs, WorkerStats
 
 IDLE_REPORT_S = 1.0
 MAX_FAILURES = 3
 _MEMORY_MARKS = ("out of memory", "can't allocate memory", "not enough memory")
 
-Message = Generate | Cancel | Purge | Drain | Ready | Install | Remove | TierReport | Transferred
+Message = Generate | Cancel | Purge | Drain | Ready | Install | Remove | TierReport | Prefetch | Transferred
 _log = logging.getLogger(__name__)
 
 

@@ -19,6 +19,7 @@ from workers.engine.plan import StepPlan
 from workers.engine.tier_files import File, TierPurge
 from workers.engine.tier_rates import DISK, HOST, Rates
 from workers.engine.tiers import Tiers
+from workers.protocol import Prefetch
 
 _log = logging.getLogger(__name__)
 
@@ -163,10 +164,12 @@ class TierDesk:
         if found.files or found.scanning:
             self._purges.append(found)
 
-    def handle(self, report: TierReport) -> None:
-        """Book what came of an order."""
+    def handle(self, report: TierReport | Prefetch) -> None:
+        """Book what came of an order, or what will be wanted."""
         tiers = self._tiers
-        if isinstance(report, Read):
+        if isinstance(report, Prefetch):
+            tiers.expect(report.keys)
+        elif isinstance(report, Read):
             if report.data is not None:
                 tiers.rates.moved(DISK, 1, report.ns)
             slot = tiers.arrived(report.key, report.data is not None)

@@ -194,6 +194,11 @@ class Files:
         """Files that are being read."""
         return len(self._reading)
 
+    @property
+    def writing(self) -> int:
+        """Files that are being written."""
+        return len(self._writing)
+
     def _place(self, file: File) -> int:
         """A file's number, in use."""
         holding = file.holding

@@ -10,11 +10,14 @@ Rules
 - A preempted sequence's blocks that have no key (its last, half full one; all of them without a prefix cache) are
   swapped: saved into slots that only this sequence has. What has a key is found under it.
 - A waiting sequence whose files are being read is overtaken, for no longer than computing its blocks would take.
+- What requests in the gateway's queue will want is read ahead while the disk has nothing else to read, a request at a
+  time; nobody waits for it. A hint that is older than four others is forgotten.
 - What the engine's thread must have done outside a plan is in ``orders``.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 
 from workers.engine.block_hash import BlockKey
@@ -30,6 +33,8 @@ LOOK_AHEAD = 16
 MIN_WRITE_BYTES, MAX_WRITE_BYTES = 64 * 2**20, 2**30
 """Between these half of the host's bytes may wait to be written: one long prompt evicts as much at once. What is
 evicted beyond is lost, which costs a recompute and nothing else."""
+EXPECTED = 4
+"""Requests in the gateway's queue whose keys are remembered."""
 MIN_WAIT_NS = 250_000_000
 MAX_WAIT_NS = 10_000_000_000
 """Between these a sequence waits for its files as long as computing them would take."""
@@ -69,6 +74,10 @@ class Tiers:
         self._from_disk: set[int] = set()
         """Slots whose content came from the disk and was not hit yet."""
         self._readers: dict[BlockKey, list[Sequence]] = {}
+        self._expected: deque[list[BlockKey]] = deque(maxlen=EXPECTED)
+        self._early = Fetch([], set())
+        """What is being read for a request that is not here yet."""
+        self._early_blocks = 0
         self._parked: list[Sequence] = []
         """Who waits for the disk, or did until just now."""
         self._now = 0
@@ -202,6 +211,13 @@ class Tiers:
                     self._parked.append(sequence)
                     for key in sequence.fetch.keys:
                         self._readers[key].append(sequence)
+        while self._expected and not disk.busy:
+            self._early = self._fetch(disk, self._beyond(device, disk, self._expected.popleft()), now)
+
+    def expect(self, keys: list[bytes]) -> None:
+        """A request that begins so may come: what of it lies on the disk is read when that has nothing else to do."""
+        if self.disk is not None:
+            self._expected.append([BlockKey(key) for key in keys])
 
     def _beyond(self, device: BlockPool, disk: Files, keys: list[BlockKey]) -> list[BlockKey]:
         """The first keys that neither device nor host have, as far as the disk has them."""
@@ -231,8 +247,8 @@ class Tiers:
             host.publish(slot, key, public=holding.owner == PUBLIC_OWNER)
             host.release((slot,))
             self._from_disk.add(slot)
-        for sequence in self._readers.pop(key):
-            fetch = sequence.fetch
+        self._early_blocks += slot is not None and key in self._early.missing
+        for fetch in (*(sequence.fetch for sequence in self._readers.pop(key)), self._early):
             if fetch is None or key not in fetch.missing:
                 continue
             fetch.missing.discard(key)
@@ -274,12 +290,15 @@ class Tiers:
         told = {HOST: self._stats(HOST, self.host, self._saved)}
         disk = self.disk
         if disk is not None:
-            told[DISK] = self._stats(DISK, disk.pool, disk.written, disk.errors, self._now >= disk.off_until_ns)
+            up = self._now >= disk.off_until_ns
+            told[DISK] = self._stats(DISK, disk.pool, disk.written, disk.errors, up, self._early_blocks)
         return told
 
-    def _stats(self, tier: str, pool: BlockPool, saved: int, errors: int = 0, up: bool = True) -> TierStats:
+    def _stats(
+        self, tier: str, pool: BlockPool, saved: int, errors: int = 0, up: bool = True, early: int = 0
+    ) -> TierStats:
         held = (pool.total - pool.free) * self._bytes
-        return TierStats(held, self._hits[tier], self._restored[tier], saved, errors, up)
+        return TierStats(held, self._hits[tier], self._restored[tier], saved, errors, up, early)
 
     def check(self) -> None:
         """Assert what holds between plans. O(everything)."""

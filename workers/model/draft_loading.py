@@ -73,7 +73,7 @@ class Draft:
     def join(self, model: LoadedModel, engine: EngineConfig, load: Load) -> LoadedModel:
         """Load it with as many blocks as the model has, and let both run together. Raises what ``load`` does."""
         alone: dict[str, object] = {"speculation": None, "blocks": model.blocks, "max_context": None}
-        alone |= {"adapters": (), "adapter_memory": None, "tiers": ()}
+        alone |= {"adapters": (), "adapter_memory": None, "tiers": (), "role": "both"}
         alone |= {"tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": False}
         if engine.weight_dtype == "gguf" and self.files.gguf is None:  # it need not have come as the model did
             alone["weight_dtype"] = "auto"

@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.workers.engine.drive import request
 from tests.workers.engine.tiered import TieredDrive
+from workers.engine.block_hash import chain_keys
 from workers.engine.tier_rates import DISK, HOST
-from workers.protocol import Generate
+from workers.protocol import Generate, Prefetch
 
 LONG = list(range(40))
 
@@ -147,6 +148,81 @@ def test_a_disk_that_does_not_answer_delays_a_request_for_a_bounded_time() -> No
     drive.now += 300_000_000
     drive.run()
     assert drive.last["b", 0].finish == "length"
+
+
+def down() -> tuple[TieredDrive, list[bytes]]:
+    """A prompt that lies on the disk only, and its keys."""
+    drive = TieredDrive(slots=24, files=100, blocks=12, eager=False)
+    prompt(drive, "a")
+    for number in range(6):
+        flood(drive, f"flood{number}")
+        drive.work()
+    chain = chain_keys(b"scope", "rev", None, LONG, 4)
+    assert not drive.tiers.host.lookup(chain)
+    assert chain[0] in drive.store.disk
+    return drive, [bytes(key) for key in chain[:9]]  # its last token is always computed
+
+
+def test_what_a_queued_request_will_want_is_read_before_it_comes() -> None:
+    """Then it is not overtaken, and its blocks come from memory."""
+    drive, keys = down()
+    drive.desk.handle(Prefetch(keys))
+    drive.step()
+    drive.work()
+    told = drive.tiers.stats()[DISK]
+    assert told.early_blocks == 9 == len(drive.tiers.host.lookup(chain_keys(b"scope", "rev", None, LONG, 4)[:9]))
+    assert not drive.store.jobs
+    drive.add(request("b", LONG, 2))
+    drive.step()
+    assert drive.tiers.disk is not None
+    assert drive.tiers.disk.busy == 0, "nothing is left to read"
+    drive.run()
+    assert drive.last["b", 0].prompt_cached == 36
+    drive.tiers.check()
+
+
+def test_a_hint_waits_for_the_disk_and_old_ones_are_forgotten() -> None:
+    drive, keys = down()
+    drive.add(request("b", LONG, 2))
+    drive.step()
+    busy = len(drive.store.jobs)
+    assert busy > 0
+    for _ in range(6):
+        drive.desk.handle(Prefetch(keys))
+    assert len(drive.tiers._expected) == 4
+    drive.step()
+    assert len(drive.store.jobs) == busy, "a request that is here comes first"
+    drive.work()
+    drive.run()
+    assert not drive.tiers._expected
+    assert drive.tiers.stats()[DISK].early_blocks == 0, "it was there already"
+    assert drive.last["b", 0].prompt_cached == 36
+
+
+@pytest.mark.parametrize("spoiled", [True, False])
+def test_a_hint_of_what_is_not_there_or_damaged_harms_nobody(spoiled: bool) -> None:
+    drive, keys = down()
+    if spoiled:
+        drive.store.spoiled.update(drive.store.disk)
+    drive.desk.handle(Prefetch(keys if spoiled else [bytes(32)]))
+    drive.step()
+    drive.work()
+    assert drive.tiers.stats()[DISK].early_blocks == 0
+    drive.eager = True
+    assert prompt(drive, "b") == ((0, 40) if spoiled else (36, 4))
+    drive.tiers.check()
+
+
+def test_a_purge_takes_what_is_being_read_early() -> None:
+    drive, keys = down()
+    drive.desk.handle(Prefetch(keys))
+    drive.step()
+    drive.planner.purge([b"scope"])
+    drive.desk.carry_out()
+    drive.work()
+    assert drive.store.holds(b"scope") == 0
+    assert drive.tiers.stats()[DISK].early_blocks == 0
+    drive.tiers.check()
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])

@@ -104,6 +104,25 @@ def test_tokens_are_those_of_one_device(
     spread.model.ranks.close()
 
 
+def test_two_hundred_sampled_requests_neither_diverge_nor_hang(source: Callable[[str], Path]) -> None:
+    """engine I3: two ranks, temperature 1. Only rank 0 draws, and what it drew is what all compute with next."""
+    engine = ENGINE.model_copy(update={"blocks": 160, "max_running": 32})
+    hot = SamplingParams(temperature=1.0, ignore_eos=True)
+    many = [
+        Generate(f"r{index}", TOKENS[index % 50 : index % 50 + 6 + index % 7], 6, hot, scope=b"%d" % (index % 3))
+        for index in range(200)
+    ]
+    told = {}
+    for name, way in (("one", {}), ("two", WAYS["tp2"])):
+        bench = Bench(source("llama-odd-vocabulary"), engine.model_copy(update=way))
+        told[name] = [one.tokens for one in bench.run(many)]
+        if bench.model.ranks is not None:
+            assert bench.model.ranks.alive == 2
+            bench.model.ranks.close()
+    assert told["two"] == told["one"]
+    assert len({tuple(tokens) for tokens in told["one"]}) > 150, "they are drawn"
+
+
 @pytest.mark.parametrize("way", ["tp2", "pp2"])
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_guesses_are_made_by_one_rank_and_checked_by_all(
