@@ -124,7 +124,7 @@ async def test_scarce_blocks_keep_the_backlog_here_too(start: Start) -> None:
 async def test_no_slot_stays_empty_while_jobs_wait(start: Start) -> None:
     """gateway B7: work-conserving: 40 answers of 10 tokens on 4 slots take hardly more than the 100 steps they must."""
     changes = {"models": [pool(max_running=4)], "policies": OPEN}
-    async with start(changes, echo=Echo(step_s=0.01)) as site:
+    async with start(changes, echo=Echo(step_s=0.03)) as site:  # a gateway that waits for a core costs no step
         samples = Samples(site)
         calls = await backlog(site, {"alpha": 40}, max_tokens=10)
         await asyncio.gather(*calls)
