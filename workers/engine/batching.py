@@ -282,8 +282,6 @@ class Batching:
                 return
             if static and not fresh_batch and not roster.waiting.returned:
                 return
-            if scoring.pending(head) and not self._scorable:
-                return
             known = len(head.tokens)
             fits = budget > 0 and (not whole or not plan.chunks or known <= budget)
             if not fits and not fresh_batch:
@@ -295,8 +293,8 @@ class Batching:
             if missing:
                 self._blocked = (head.arrival, self._pool.available + missing, plan.step + RECHECK_STEPS)
                 return
-            if not fits:
-                continue
+            if not fits or (scoring.pending(head) and not self._scorable):
+                continue  # its turn comes; whoever is behind it in line need not wait for that
             if whole:
                 plan.chunks.append(Chunk(head, 0, known, (head,)))
                 plan.scores = plan.scores or scoring.pending(head)

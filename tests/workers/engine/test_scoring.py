@@ -62,6 +62,20 @@ def test_a_step_scores_no_more_rows_than_it_may() -> None:
     assert all(scores(drive.outputs, name) == expected(tokens) for name, tokens in prompts.items())
 
 
+def test_nobody_waits_behind_a_prompt_that_waits_to_be_scored() -> None:
+    """A step has no rows left to score, but rows, blocks and slots."""
+    drive = Drive(blocks=512, max_step_tokens=512)
+    long = list(range(1, 301))
+    drive.add(request("a", [7, *long]), request("b", [8, *long]), request("c", [9, *long[:40]], scored=False))
+    plan = drive.planner.plan(0)
+    assert plan is not None
+    assert [chunk.sequence.id for chunk in plan.chunks] == ["a", "c"]
+    drive.take(drive.planner.commit(plan, drive.runner.run(plan), 1))
+    drive.run()
+    assert scores(drive.outputs, "a") == expected([7, *long])
+    assert scores(drive.outputs, "b") == expected([8, *long])
+
+
 def test_choices_share_the_scores_of_their_prompt() -> None:
     drive = Drive(max_step_tokens=8)
     drive.add(request("a", list(range(1, 20)), n=3), request("b", [7]), request("c", [7, 8]))
