@@ -3,6 +3,7 @@
 Rules
 - Items come one after the other and are closed in order: a message is closed when a call begins, a call when the next
   one does, the last one at the end. An answer without any output is an empty message.
+- Text behind a call, which only an upstream's free text can hold, is a message of its own.
 - The same deltas give the same items, however they are grouped; a whole answer is one delta whose events nobody reads.
 - Log probabilities belong to text. Those of tokens that spell a call have no place in this API and are left out.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 from gateway.choices import Alternative, ChoiceDelta, ScoredToken
 from gateway.http.openai import Json, call_id, finite
+from gateway.toolbox import CLOSE
 from gateway.toolcalls import CallPiece, CallReader, Shown
 
 Event = tuple[str, Json]
@@ -129,20 +131,30 @@ class Output:
     def _read(self, delta: ChoiceDelta) -> list[Shown]:
         if self._reader is None:
             return [Shown(delta.text)] if delta.text or delta.scored else []
-        return [self._reader.feed(delta.text), *([self._reader.finish()] if delta.finish is not None else [])]
+        *ends, rest = delta.text.split(CLOSE)  # what is read at once tells content first: text behind a call is later
+        shown = [self._reader.feed(text) for text in (*(end + CLOSE for end in ends), rest)]
+        return [*shown, *([self._reader.finish()] if delta.finish is not None else [])]
 
     def _say(self, content: str) -> Iterator[Event]:
-        if not self._items:
-            yield from self._open(Text(f"msg_{self._job}"))
-        message = self._items[-1]
-        assert isinstance(message, Text)
+        message = self._items[-1] if self._items else None
+        if not isinstance(message, Text):
+            yield from self._close("completed")
+            message = Text(f"msg_{self._job}_{len(self._items)}" if self._items else f"msg_{self._job}")
+            yield from self._open(message)
         message.pieces.append(content)
-        self._length += len(content)
-        due = [token for token in self._scored if self._reader is None or token.offset < self._length]
-        self._scored = self._scored[len(due) :]
+        due = self._due(message, len(content))
         message.scored += due
         at = {**self._place(), "content_index": 0}
         yield "response.output_text.delta", {**at, "delta": content, "logprobs": scores(due)}
+
+    def _due(self, message: Text, length: int) -> list[ScoredToken]:
+        """The tokens of so many more characters; behind a call nobody knows where in the text they are."""
+        if message is not self._items[0]:
+            return []
+        self._length += length
+        due = [token for token in self._scored if self._reader is None or token.offset < self._length]
+        self._scored = self._scored[len(due) :]
+        return due
 
     def _call(self, piece: CallPiece) -> Iterator[Event]:
         if piece.name is not None:
@@ -169,7 +181,7 @@ class Output:
 
     def _last_status(self) -> str:
         """Of the last item: a call that is complete is so, also where its answer was cut right behind it."""
-        if self._reader is not None and self._reader.begun:
+        if self._reader is not None and isinstance(self._items[-1], Call):
             return "completed" if self._reader.called else "incomplete"
         return self.status
 

@@ -127,7 +127,7 @@ class Line:
         while True:
             try:
                 await self._converse()
-            except (OSError, ValueError, TypeError) as error:
+            except (OSError, ValueError, TypeError, LookupError) as error:
                 if not self._told:
                     self._told = True
                     why = f"{error}" if isinstance(error, OSError) else "what it says is no message"
@@ -135,7 +135,7 @@ class Line:
             await asyncio.sleep(RETRY_S)
 
     async def _converse(self) -> None:
-        """One connection, to its end. Raises OSError, ValueError, TypeError."""
+        """One connection, to its end. Raises OSError, ValueError, TypeError, LookupError."""
         path = str(wire.socket_of(self.ledger))
         reader, writer = await asyncio.open_unix_connection(path, limit=wire.MAX_LINE)
         try:

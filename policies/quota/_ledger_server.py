@@ -7,6 +7,7 @@ Rules
 - A gateway whose connection ends has ``GRACE_S`` to come back under its name. Then what it holds is freed like leases
   that ran out: it is settled late, if at all. A settlement counts whoever brings it.
 - A line that is no message ends its connection, and nothing else.
+- One that does not read is not read either: what waits for it is bounded, and the end waits ``FAREWELL_S`` for it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from policies.spi import PolicyUnavailableError
 from policies.types import DeviceTime, DeviceUse, Job, JobId, QuotaDecision, Usage
 
 GRACE_S = 5.0
+FAREWELL_S = 2.0
+"""How long the end waits for clients to take their last answers."""
 _log = logging.getLogger(__name__)
 
 
@@ -89,10 +92,15 @@ class LedgerServer:
             return
         server, self._server = self._server, None
         server.close()
-        for writer in list(self._writers):
+        writers = list(self._writers)
+        for writer in writers:
             writer.close()
         for timer in self._timers:
             timer.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=FAREWELL_S)
+        for writer in writers:
+            writer.transport.abort()  # one that is frozen would never take what is left
         if self._tasks:
             await asyncio.wait(self._tasks)
         with contextlib.suppress(OSError):
@@ -109,6 +117,7 @@ class LedgerServer:
             self._here[client] = self._here.get(client, 0) + 1
             while data := await reader.readline():
                 self._take(client, *wire.parsed(data), writer)
+                await writer.drain()
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             _log.error("a gateway that asks for quota said what is no message (%s)", type(error).__name__)
         except OSError:

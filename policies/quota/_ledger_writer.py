@@ -100,7 +100,7 @@ class Writer:
             if not self.healthy and not self._file.recovered():
                 raise sqlite3.OperationalError("no space is left to put by")
             self._file.write(_rows(items))
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             self._write_what_must_be([item for item in items if item.must], error)
             self._answer(batch, error)
             return
@@ -109,16 +109,16 @@ class Writer:
         self.healthy, self._kept = True, []
         self._answer(batch, None)
 
-    def _write_what_must_be(self, items: list[Item], error: sqlite3.Error) -> None:
+    def _write_what_must_be(self, items: list[Item], error: Exception) -> None:
         if self.healthy:
             _log.error("the ledger cannot be written (%s): new work is refused", error)
         self.healthy, self._kept = False, items
         if items:
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(sqlite3.Error, OSError):
                 self._file.write_at_all_costs(_rows(items))
                 self._kept = []
 
-    def _answer(self, batch: list[Item], error: sqlite3.Error | None) -> None:
+    def _answer(self, batch: list[Item], error: Exception | None) -> None:
         """Resolve the futures, with one call per event loop."""
         answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[bool], bool | Exception]]] = {}
         for item in batch:

@@ -14,9 +14,10 @@ from gateway.choices import ChoiceDelta, ScoredToken
 from gateway.errors import ApiError, shed
 from gateway.http.common import FIELDS as COMMON
 from gateway.http.openai import collect
+from gateway.http.response_output import Output
 from gateway.http.responses import FIELDS, UNSUPPORTED, ResponsesFormat, parse_responses
 from gateway.http.schemas import Message, parse_chat
-from gateway.toolbox import ToolCall
+from gateway.toolbox import ARGUMENTS, CLOSE, NAME, OPEN, ToolCall
 from policies.types import Usage
 from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Site, events, token
@@ -372,3 +373,18 @@ async def test_the_official_client_raises_what_breaks_a_stream(start: Start) -> 
     assert "response.output_text.delta" in said
     assert said[-1] == "response.failed"
     assert not {"response.completed", "response.incomplete"} & set(said)
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+async def test_text_behind_a_call_is_a_message_of_its_own(step: int) -> None:
+    """No grammar of ours lets it pass, but an upstream may write anything."""
+    call = f"{OPEN}{NAME}f{ARGUMENTS}{{}}{CLOSE}"
+    text, output = f"hi{call}later{call}", Output("1", calls=True)
+    for begin in range(0, len(text), step):
+        list(output.take(ChoiceDelta(0, text[begin : begin + step])))
+    list(output.take(ChoiceDelta(0, finish="stop")))
+    items = output.items()
+    assert [item["type"] for item in items] == ["message", "function_call", "message", "function_call"]
+    assert [item["content"][0]["text"] for item in items[::2]] == ["hi", "later"]
+    assert len({item["id"] for item in items}) == 4
+    assert {item["status"] for item in items} == {"completed"}

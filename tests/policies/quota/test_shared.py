@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import signal
 import sqlite3
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from policies.quota import _ledger_server, _ledger_wire
-from policies.quota._ledger_file import LedgerError
+from policies.quota._ledger_file import LedgerError, LedgerFile
 from policies.quota._ledger_wire import decision_in, decision_out, job_in, job_out, socket_of
 from policies.quota.ledger import LedgerConfig, LedgerQuota
 from policies.quota.shared import SharedQuota
@@ -227,6 +228,21 @@ async def test_nonsense_ends_one_connection_and_nothing_else(tmp_path: Path) -> 
         assert (await own.reserve(job("y"), 0.0)).admitted
 
 
+async def test_a_gateway_that_does_not_read_keeps_nobody_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen peer: what waits for it is never taken, and the keeper ends all the same."""
+    monkeypatch.setattr(_ledger_server, "FAREWELL_S", 0.05)
+    async with asyncio.timeout(30), keeper(tmp_path) as own:
+        _, writer = await asyncio.open_unix_connection(str(socket_of(tmp_path / "ledger.db")))
+        writer.transport.pause_reading()  # type: ignore[attr-defined]  # a ReadTransport as well
+        writer.write(_ledger_wire.line("hello", _ledger_wire.VERSION, "frozen") + _ledger_wire.line("ping") * 200_000)
+        server = own._open._server
+        assert server is not None
+        await until(lambda: any(one.transport.get_write_buffer_size() for one in server._writers), "it is full")
+    writer.transport.abort()
+
+
 async def test_a_socket_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
@@ -367,3 +383,23 @@ def test_what_goes_over_the_line_comes_out_the_same() -> None:
     decision = QuotaDecision(False, "concurrent", 5, 1.5, remaining={"tokens": LimitState(5, 3, 0.5)}, level="user")
     assert decision_in(json.loads(json.dumps(decision_out(decision)))) == decision
     assert "prefix_keys" not in job_out(one)
+
+
+async def test_a_disk_that_answers_nothing_ends_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of the folder come as OSError, not as SQLite's: the thread lives on, and nobody waits for ever."""
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async with asyncio.timeout(30), keeper(tmp_path) as own:
+        assert (await own.reserve(job("x"), 0.0)).admitted
+        with monkeypatch.context() as broken:
+            for method in ("write", "write_at_all_costs", "recovered"):
+                broken.setattr(LedgerFile, method, fails)
+            for name in ("y", "z"):
+                with pytest.raises(PolicyUnavailableError):
+                    await own.reserve(job(name), 0.0)
+            assert (await own.settle(JobId("x"), Charge(5, 0, 2), 0.0))["stored"] is False
+        assert (await own.reserve(job("z"), 0.0)).admitted
+        await own.settle(JobId("z"), Charge(1, 0, 1), 0.0)
+        assert sum(row.requests for row in await own.usage(EVER)) == 2
