@@ -111,6 +111,8 @@ class Choice:
     """The call that is being written; one ends where the next begins, or with the answer."""
     argued: bool = False
     """It has arguments; one without takes an empty object."""
+    behind: str = ""
+    """Said while a call was open: it goes behind the call, whose arguments it would spoil."""
 
     def calls(self, said: list[_Call]) -> str:
         """Pieces of calls as text. Raises ServerError for pieces that are out of order."""
@@ -127,8 +129,11 @@ class Choice:
         return text
 
     def called(self) -> str:
-        """The end of the call that is being written, if there is one."""
-        return "" if self.call is None else f"{'' if self.argued else '{}'}{CALLED}\n"
+        """The end of the call that is being written, if there is one, and what was said meanwhile."""
+        if self.call is None:
+            return ""
+        said, self.behind = self.behind, ""
+        return f"{'' if self.argued else '{}'}{CALLED}\n{said}"
 
 
 class Answer:
@@ -185,9 +190,13 @@ class Answer:
             return
         delta = said.delta
         text = (delta.content or delta.refusal or "") if delta is not None else (said.text or "")
+        news = bool(text)
+        if choice.call is not None:
+            choice.behind += text
+            text = ""
         if delta is not None and delta.tool_calls:
             text += choice.calls(delta.tool_calls)
-        if text or (delta is not None and delta.reasoning_content):
+        if text or news or (delta is not None and delta.reasoning_content):
             choice.tokens = min(choice.tokens + 1, self._max_tokens)
             choice.news = True
         if text:
@@ -198,7 +207,7 @@ class Answer:
             if said.finish_reason not in FINISHES:
                 raise ServerError(f"it ended with {said.finish_reason[:40]!r}, which cannot be passed on")
             choice.finish = FINISHES[said.finish_reason]
-            if said.finish_reason != "length" and choice.call is not None:
+            if said.finish_reason != "length" or choice.behind:  # a call that something follows was not cut
                 choice.text.append(choice.called())
             choice.news = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -186,3 +187,28 @@ def test_the_distribution_installs_and_is_loaded_by_its_entry_point(tmp_path: Pa
         [sys.executable, "-c", program, str(site)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["forebay_openai_upstream.launcher", "False"], done.stderr
+
+
+@pytest.mark.parametrize("finish", ["tool_calls", "length"])
+def test_words_inside_a_call_go_behind_it(finish: str) -> None:
+    """A server that speaks while a call is open spoils no arguments: its words follow the call."""
+
+    def piece(index: int, arguments: str, name: str | None = None) -> list[dict[str, Any]]:
+        return [{"index": index, "function": {"arguments": arguments, **({"name": name} if name else {})}}]
+
+    answer = Answer(1, max_tokens=99, max_prompt=99)
+    deltas: list[dict[str, Any]] = [
+        {"tool_calls": piece(0, '{"a": ', "look")},
+        {"content": "Wait"},
+        {"content": ".", "tool_calls": piece(0, "1}")},
+        {"tool_calls": piece(1, "{}", "stay")},
+        {"content": "Done."},
+    ]
+    for delta in deltas:
+        answer.take(json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode())
+    answer.take(json.dumps({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}).encode())
+    text = "".join(answer.choices[0].text)
+    calls = [json.loads(call) for call in re.findall("<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
+    assert calls == [{"name": "look", "arguments": {"a": 1}}, {"name": "stay", "arguments": {}}]
+    words = [said.strip() for said in re.split("<tool_call>.*?</tool_call>", text, flags=re.DOTALL)]
+    assert words == ["", "Wait.", "Done."]
