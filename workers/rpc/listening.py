@@ -4,7 +4,8 @@ Rules
 - Renewed files are taken up within ``WATCH_S`` seconds: another gRPC server joins the port (SO_REUSEPORT), then the one
   before takes no more connections and keeps its streams until they end. gRPC's asyncio server cannot change its
   certificate by itself: told to ask for renewed ones, it waits for ever.
-- Files that cannot be used are logged, once; the certificate before stays.
+- Files that cannot be used are logged, once; the certificate before stays. They are looked at again every time: what
+  was wrong may be put right without a trace in ``stamps`` (a mode, an owner), or not lie in them (no descriptor left).
 """
 
 from __future__ import annotations
@@ -80,18 +81,21 @@ class Listener:
         return port
 
     async def _watch(self, tls: TlsFiles, known: Stamps) -> None:
+        told = ""
         while True:
             await asyncio.sleep(WATCH_S)
             now = await asyncio.to_thread(tls.stamps)
             if now == known:
                 continue
-            known = now
             try:
                 await asyncio.to_thread(tls.check)
                 await self._serve(self._address)
             except (TlsFilesError, OSError) as error:
-                _log.error("certificate_not_renewed", why=str(error))
+                if str(error) != told:
+                    told = str(error)
+                    _log.error("certificate_not_renewed", why=told)
                 continue
+            known, told = now, ""
             _log.info("certificate_renewed", cert=str(tls.cert))
             before = self._servers[-2]
             leaving = asyncio.create_task(self._leave(before), name="replaced listener")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -195,6 +196,34 @@ async def test_a_workers_renewed_certificate_is_shown_and_its_stream_goes_on(
         assert told.step == 7, "the stream that was open goes on"
         again = WorkerClient(server.address, SECRET, tls=gateway)
         assert await greeting(again) == HELLO
+
+
+async def test_renewed_files_that_become_usable_without_a_trace_are_used(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As by a change of mode: neither the time nor the file is another one."""
+    monkeypatch.setattr(listening, "WATCH_S", 0.05)
+    pair, gateway = authority.issue("worker", "127.0.0.1"), files(authority, authority.issue("gateway"))
+    tls = files(authority, pair)
+    server = WorkerServer("127.0.0.1:0", lambda message: None, secret=SECRET, tls=tls)
+    await server.start()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(server.stop)
+        first = await shown(server.address, gateway)
+        authority.issue("worker", "127.0.0.1")
+        key = pair.key.read_text()
+        pair.key.write_text("no key")
+        times = pair.key.stat()
+        said = ""
+        async with asyncio.timeout(30):
+            while "certificate_not_renewed" not in said:
+                await asyncio.sleep(0.02)
+                said += capsys.readouterr().out
+        pair.key.write_text(key)
+        os.utime(pair.key, ns=(times.st_atime_ns, times.st_mtime_ns))
+        async with asyncio.timeout(30):
+            while await shown(server.address, gateway) == first:
+                await asyncio.sleep(0.02)
 
 
 async def test_a_port_that_somebody_has_is_not_joined(authority: Authority, serve: Serve) -> None:
