@@ -134,6 +134,25 @@ def test_a_context_of_several_splits_is_merged_in_order(tmp_path: Path, block: i
     assert torch.equal(decoded[0], got[-1])
 
 
+@pytest.mark.parametrize("factor", [6.0, 60.0])
+def test_scores_that_lie_far_apart(tmp_path: Path, factor: float) -> None:
+    """What a softmax is relative to moves, within a split and between them; other tiny models' scores hardly rise."""
+    made = tiny.model(5, max_position_embeddings=4096, num_hidden_layers=1, hidden_size=64, head_dim=16)
+    with torch.no_grad():
+        made.model.layers[0].self_attn.q_proj.weight.mul_(factor)
+    directory, tokens, blocks = tiny.write_directory(made, tmp_path), ids(1400), table(1400, 1)
+    kernel = Kernel(directory)
+    whole = kernel.run((tokens, 0, blocks))
+    torch.testing.assert_close(whole, truth(made, tokens), rtol=5e-3, atol=5e-3)
+    parts = [kernel.run((tokens[:end], end - 350, blocks)) for end in range(350, 1401, 350)]
+    assert torch.equal(torch.cat(parts), whole)
+    for kv_dtype in ("int8", "fp8"):
+        kept = Kernel(directory, torch.bfloat16, kv_dtype=kv_dtype)
+        rows = kept.run((tokens, 0, blocks))
+        assert rows.isfinite().all()
+        assert torch.equal(kept.run((tokens, 1399, blocks))[0], rows[-1])
+
+
 def test_only_planned_rows_are_computed(tmp_path: Path) -> None:
     kernel = Kernel(tiny.write_directory(tiny.model(1, hidden_size=64, head_dim=16), tmp_path))
     kernel.run((ids(33), 0, table(33, 1)), (ids(2), 1, [150]))
