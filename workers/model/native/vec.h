@@ -65,7 +65,12 @@ FB_INLINE inline void unrolled(F f) {
 // By force: a call that is still one when GCC looks for functions without effects is dropped.
 FB_INLINE inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 FB_INLINE inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
-FB_INLINE inline void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
+
+// The compiler knows nothing of `p` from here on: it makes no other pointers of it.
+template <class T>
+FB_INLINE inline void hidden(const T*& p) {
+  asm("" : "+r"(p));
+}
 
 #if defined(__AVX512F__)
 // ---------------------------------------------------------------- AVX-512
