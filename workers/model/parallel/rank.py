@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from workers import lifeline, log
+from workers import heap, lifeline, log
 from workers.config import EngineConfig
 from workers.model.attention import Attend
 from workers.model.batch import place
@@ -66,6 +66,7 @@ def _follow(channel: Channel, setup: Setup) -> None:
                 return
             group = Group(split, Path(setup.store), device, engine.rank_timeout_s)
             made = part.build(split, group, directory, engine, setup.target, begin.blocks, context, dtype, device)
+            heap.settle()  # a full collection in one rank would stall them all
             channel.send(messages.encode(Ready(made.weight_bytes, made.cache.block_bytes)))
         except (ValueError, OSError) as error:
             with contextlib.suppress(OSError):
