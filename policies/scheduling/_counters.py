@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
-from policies.scheduling._lengths import Lengths
-from policies.scheduling._lines import Lines, Ranking
+from policies.scheduling._lengths import Lengths, Predict
+from policies.scheduling._lines import Lines
+from policies.scheduling._ranking import Place, Places
 from policies.scheduling._tariff import Prepaid, Tariff
 from policies.spi import Fits, Json
 from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
@@ -51,15 +52,28 @@ class TenantLines(Protocol):
     def __len__(self) -> int: ...
 
 
+class Seat(Place[TenantId]):
+    """A tenant's counter, and its place among those that wait."""
+
+    __slots__ = ("counter",)
+
+    def __init__(self, key: TenantId, counter: float) -> None:
+        super().__init__(key)
+        self.counter = counter
+
+
 class CounterScheduler(ABC):
     """O(log tenants) per operation, and one ``fits`` per head that does not fit."""
 
     __slots__ = (
-        "_counters", "_last_left", "_lengths", "_lines", "_paid", "_pick", "_resumed", "_sweep_at", "_waiting",
+        "_last_left", "_lengths", "_lines", "_paid", "_pick", "_resumed", "_seats", "_sweep_at", "_waiting",
+        "_weights", "_whose",
     )  # fmt: skip
 
     any_lines = True
     """Whether it works over any lines: it ranks tenants without looking at their jobs."""
+    any_members = False
+    """Whether it works for any ``whose``: it looks at no job's tenant or weight, nor at payments as a whole."""
 
     def __init__(
         self,
@@ -73,16 +87,54 @@ class CounterScheduler(ABC):
         self._lines: TenantLines = Lines() if lines is None else lines
         self._paid = Prepaid(tariff) if paid is None else paid
         self._lengths = Lengths("none") if lengths is None else lengths
-        self._counters: dict[TenantId, float] = {}
-        self._waiting: Ranking[TenantId] = Ranking()
+        self._seats: dict[TenantId, Seat] = {}
+        self._waiting: Places[Seat] = Places()
         self._last_left: TenantId | None = None
         self._resumed: set[TenantId] = set()
         self._sweep_at = IDLE_KEPT
-        self._pick: tuple[Job, float] | None = None
+        self._pick: list[Any] = [None, 0.0]  # the job last popped, its tenant's counter then
+        self._whose: Callable[[Job], TenantId] | None = None
+        self._weights: Mapping[TenantId, float] | None = None
 
     def over(self, lines: TenantLines) -> None:
         """Keep the tenants' jobs in ``lines`` from now on. Only while it has none."""
         self._lines = lines
+
+    @property
+    def paid(self) -> Prepaid:
+        """What is paid for jobs that run."""
+        return self._paid
+
+    @paid.setter
+    def paid(self, paid: Prepaid) -> None:
+        """Keep it there from now on."""
+        self._paid = paid
+
+    @property
+    def predicts(self) -> Predict:
+        """How output is predicted."""
+        return self._lengths.predict
+
+    @property
+    def learns(self) -> bool:
+        """Whether it predicts output from what ran."""
+        return self._lengths.learns
+
+    def among(
+        self,
+        whose: Callable[[Job], TenantId],
+        weights: Mapping[TenantId, float],
+        lines: TenantLines,
+        like: CounterScheduler,
+    ) -> None:
+        """Share among members from now on, who take the place of tenants. Only while it has no jobs, and if it may.
+
+        ``whose`` job it is, in place of its tenant; ``weights`` in place of the job's, 1 where there is none; ``lines``
+        by member. What does not depend on members is shared with ``like``, one of the same making: what is paid, how
+        output is predicted, and which job was picked last.
+        """
+        self._whose, self._weights, self._lines = whose, weights, lines
+        self._paid, self._lengths, self._pick = like._paid, like._lengths, like._pick
 
     # -- what a subclass decides ----------------------------------------------------------------------------------
 
@@ -106,37 +158,40 @@ class CounterScheduler(ABC):
 
     def _pay(self, job: Job) -> float:
         """What the job is expected to cost."""
-        return self._paid.take(job, self._lengths.begin(job))
+        lengths = self._lengths
+        return self._paid.take(job, 0 if lengths.predict == "none" else lengths.begin(job))
 
     # -- SchedulingPolicy -----------------------------------------------------------------------------------------
 
     def push(self, job: Job, now: float) -> None:
         """O(log tenants)."""
         if self._lines.push(job, now):
-            self._headed(job.tenant)
+            self.headed(self._of(job))
 
     def pop(self, now: float, fits: Fits) -> Job | None:
         """O(log tenants) and one ``fits`` per head that does not fit."""
-        tenant = self._waiting.top()
-        if tenant is None:
+        seat = self._waiting.top()
+        if seat is None:
             return None
-        job = self._lines.pop_if(tenant, now, fits)
+        job = self._lines.pop_if(seat.key, now, fits)
         if job is None:
             job = self._next(now, fits)
             if job is None:
                 return None
-            tenant = job.tenant
-        counter = self._counters[tenant]
-        self._pick = (job, counter)
-        after = self._count(job, self._pay(job))
+            seat = self._seats[self._of(job)]
+        counter = seat.counter
+        pick = self._pick
+        pick[0], pick[1] = job, counter
+        weight = job.weight if self._weights is None else self._weights.get(seat.key, 1.0)
+        self._count(seat, self._pay(job), weight)
         self._picked(job, counter)
-        self._left(tenant, after)
+        self._left(seat)
         return job
 
     def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:
         """O(log tenants). What it paid stays paid and is not charged again at the next dispatch."""
         if self._lines.push_front(job, now, reason):
-            self._headed(job.tenant)
+            self.headed(self._of(job))
 
     def discard(self, job_id: JobId) -> bool:
         """O(log tenants)."""
@@ -144,7 +199,9 @@ class CounterScheduler(ABC):
         if job is None:
             return False
         self._lengths.forget(job_id)
-        self._left(job.tenant, self._count(job, -self._paid.refund(job_id)))
+        seat = self._seats[self._of(job)]
+        self._count(seat, -self._paid.refund(job_id), self._weight(job, seat.key))
+        self._left(seat)
         return True
 
     def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
@@ -153,12 +210,18 @@ class CounterScheduler(ABC):
             self._lengths.note(job, charge.output, final)
         cost = self._paid.settle(job, charge, final)
         if cost:
-            tenant = job.tenant
-            self._waiting.change(tenant, self._rank(tenant, self._count(job, cost)))
+            tenant = job.tenant if self._whose is None else self._whose(job)
+            seat = self._seats.get(tenant)
+            if seat is None:
+                # Unknown here (its job began before a swap, or it was swept): it counts as if it came back now.
+                seat = self._seats[tenant] = Seat(tenant, self._floor())
+            self._count(seat, cost, job.weight if self._weights is None else self._weights.get(tenant, 1.0))
+            if seat.entry is not None:
+                self._waiting.put(seat, self._rank(tenant, seat.counter))
 
     def drain(self) -> list[Job]:
         """In order of arrival."""
-        self._resumed = set(self._waiting)
+        self._resumed = {seat.key for seat in self._waiting}
         self._waiting.clear()
         return self._lines.drain()
 
@@ -169,8 +232,8 @@ class CounterScheduler(ABC):
     def dump_counters(self) -> Json:
         """Counters, who waits, who left last, and the level of the counters."""
         return {
-            "service": {str(tenant): counter for tenant, counter in self._counters.items()},
-            "waiting": [str(tenant) for tenant in self._waiting],
+            "service": {str(tenant): seat.counter for tenant, seat in self._seats.items()},
+            "waiting": [str(tenant) for tenant, seat in self._seats.items() if seat.entry is not None],
             "last_left": self._last_left,
             "level": self._floor(),
         }
@@ -189,89 +252,101 @@ class CounterScheduler(ABC):
             raise ValueError("'waiting' must be a list of tenants and 'last_left' a tenant or null")
         if level is not None and not _is_number(level):
             raise ValueError(f"'level' must be a finite number, got {level!r}")
-        self._counters = service
+        waits = list(self._waiting)
+        self._seats = {tenant: Seat(tenant, counter) for tenant, counter in service.items()}
         self._last_left = TenantId(last) if last in service else None
         # Who waited there is not coming back from idle when its jobs are pushed here: no lift for it.
         self._resumed = {tenant for tenant in waiting if tenant in service}
         known = [service[tenant] for tenant in self._resumed] or [max(service.values(), default=0.0)]
         self._start(min(known) if level is None else float(level))
-        for tenant in list(self._waiting):
-            self._resumed.discard(tenant)
-            self._waiting.set(tenant, self._rank(tenant, self._counters.setdefault(tenant, 0.0)))
+        for seat in waits:
+            self._resumed.discard(seat.key)
+            seat.counter = service.get(seat.key, 0.0)
+            self._seats[seat.key] = seat
+            self._waiting.put(seat, self._rank(seat.key, seat.counter))
 
     def explain(self, job: Job) -> Pick:
         """Its counter, and why that made it the next."""
-        if self._pick is None or self._pick[0].id != job.id:
+        last, counter = self._pick
+        if last is None or last.id != job.id:
             return Pick("not picked last")
-        counter = self._pick[1]
-        tenants = len(self._waiting) + (job.tenant not in self._waiting)
+        tenants = len(self._waiting) + (not self._waits(self._of(job)))
         return Pick(self._why(counter, tenants), counter)
 
     def counters(self) -> Mapping[TenantId, float]:
         """Service ÷ weight per tenant, lifts included."""
-        return dict(self._counters)
+        return {tenant: seat.counter for tenant, seat in self._seats.items()}
+
+    def headed(self, tenant: TenantId) -> None:
+        """The tenant has a new head; where that opened its line, it comes back from idle."""
+        seat = self._seats.get(tenant)
+        if seat is None or seat.entry is None:
+            self._entering(tenant)
+            counter = 0.0 if seat is None else seat.counter
+            if tenant in self._resumed:
+                self._resumed.discard(tenant)
+            else:
+                counter = max(counter, self._floor())
+            if seat is None:
+                seat = self._seats[tenant] = Seat(tenant, counter)
+                if len(self._seats) > self._sweep_at:
+                    self._sweep()
+            seat.counter = counter
+        self._waiting.put(seat, self._rank(tenant, seat.counter))
 
     def __len__(self) -> int:
         return len(self._lines)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _of(self, job: Job) -> TenantId:
+        """Whose it is."""
+        return job.tenant if self._whose is None else self._whose(job)
+
+    def _weight(self, job: Job, tenant: TenantId) -> float:
+        return job.weight if self._weights is None else self._weights.get(tenant, 1.0)
+
     def _start(self, level: float) -> None:  # noqa: B027
         """Counters were loaded; ``level`` is where those who come back are to be lifted."""
 
-    def _headed(self, tenant: TenantId) -> None:
-        """The tenant has a new head; where that opened its line, it comes back from idle."""
-        counter = self._counters.get(tenant, 0.0)
-        if tenant not in self._waiting:
-            self._entering(tenant)
-            if tenant in self._resumed:
-                self._resumed.discard(tenant)
-            else:
-                counter = max(counter, self._floor())
-            self._counters[tenant] = counter
-        self._waiting.set(tenant, self._rank(tenant, counter))
-        if len(self._counters) > self._sweep_at:
-            self._sweep()
+    def _waits(self, tenant: TenantId) -> bool:
+        seat = self._seats.get(tenant)
+        return seat is not None and seat.entry is not None
 
     def _next(self, now: float, fits: Fits) -> Job | None:
         """The job to run when that of the first tenant does not fit."""
         found: Job | None = None
 
-        def accept(tenant: TenantId) -> bool:
+        def accept(seat: Seat) -> bool:
             nonlocal found
-            found = self._lines.pop_if(tenant, now, fits)
+            found = self._lines.pop_if(seat.key, now, fits)
             return found is not None
 
         self._waiting.next(accept)
         return found
 
-    def _left(self, tenant: TenantId, counter: float) -> None:
-        """A job of the tenant left its line; ``counter``: the tenant's now."""
+    def _left(self, seat: Seat) -> None:
+        """A job of the seat's tenant left its line."""
+        tenant = seat.key
         if tenant in self._lines.open:
-            self._waiting.set(tenant, self._rank(tenant, counter))
+            self._waiting.put(seat, self._rank(tenant, seat.counter))
         else:
-            self._waiting.remove(tenant)
+            self._waiting.take(seat)
             self._last_left = tenant
 
-    def _count(self, job: Job, cost: float) -> float:
-        """Charge the job's tenant (negative: give back); returns its counter. The caller ranks it anew."""
-        tenant = job.tenant
-        counter = self._counters.get(tenant)
-        if counter is None:
-            # Unknown here (its job began before a swap, or it was swept): it counts as if it came back now.
-            counter = self._floor()
-        self._counters[tenant] = counter = counter + cost / job.weight
-        return counter
+    def _count(self, seat: Seat, cost: float, weight: float) -> None:
+        """Charge the seat's tenant (negative: give back). The caller ranks it anew."""
+        seat.counter += cost / weight
 
     def _sweep(self) -> None:
         """Amortised O(1)."""
         floor = self._floor()
-        self._counters = {
-            tenant: counter
-            for tenant, counter in self._counters.items()
-            if counter > floor or tenant in self._waiting or tenant == self._last_left
+        self._seats = {
+            tenant: seat
+            for tenant, seat in self._seats.items()
+            if seat.counter > floor or seat.entry is not None or tenant == self._last_left
         }
-        self._sweep_at = max(IDLE_KEPT, 2 * len(self._counters))
+        self._sweep_at = max(IDLE_KEPT, 2 * len(self._seats))
 
 
 def read_service(state: Mapping[str, Any]) -> dict[TenantId, float]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
-from policies.scheduling._lines import Ranking
+from policies.scheduling._ranking import Ranking
 from policies.types import Job, JobId
 
 F = TypeVar("F", bound=Hashable)

@@ -62,10 +62,10 @@ class _Series:
 class Lengths:
     """See the module's rules. O(1) per call: ``WINDOW`` is a small constant."""
 
-    __slots__ = ("_predict", "_produced", "_quantile", "_series", "learns")
+    __slots__ = ("_produced", "_quantile", "_series", "learns", "predict")
 
     def __init__(self, predict: Predict = "mean", quantile: float = 0.8) -> None:
-        self._predict = predict
+        self.predict = predict
         self._quantile = quantile
         self.learns = predict in ("mean", "quantile")
         """Whether it needs to hear of what runs."""
@@ -76,11 +76,11 @@ class Lengths:
         """Output tokens that the job is expected to produce."""
         most = job.max_tokens
         if not self.learns:
-            return 0 if self._predict == "none" else most
+            return 0 if self.predict == "none" else most
         series = self._series.get((job.tenant, job.model))
         if series is None:
             return most
-        if self._predict == "mean":
+        if self.predict == "mean":
             expected = ceil(series.mean)
         else:
             ranked = series.ranked
@@ -96,7 +96,7 @@ class Lengths:
         """``start``, and what it is expected to produce."""
         if self.learns:
             self._produced.setdefault(job.id, 0)
-        elif self._predict == "none":
+        elif self.predict == "none":
             return 0
         return self.expect(job)
 

@@ -2,7 +2,8 @@
 
 Rules
 - ``TwoLevels``: the outer policy ranks tenants and leaves their jobs to lines of somebody else's making
-  (``CounterScheduler.over``): ``MemberLines``, which know which of a tenant's jobs goes next. A job is held once.
+  (``CounterScheduler.over``): ``MemberLines`` or, cheaper, ``MemberCounters``, which know which of a tenant's jobs goes
+  next. A job is held once.
 - ``StandIns``: an outer policy that needs jobs of its own (when they came, how long they are) holds a stand-in for each
   queued job. When the inner choice is another job than the one whose stand-in came up, the two exchange theirs. What is
   reported for a job is charged to its stand-in outside and to itself inside.
@@ -10,22 +11,25 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from policies.scheduling._counters import CounterScheduler
+from policies.scheduling._member_counters import MemberCounters, suits
 from policies.scheduling._members import MemberLines
+from policies.scheduling._tariff import Prepaid, Repeated
 from policies.spi import Fits, Json, SchedulingPolicy
-from policies.types import Charge, Job, JobId, Pick, RequeueReason
+from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
 
 
 class TwoLevels:
     """Costs what its two policies cost together, but one line."""
 
-    def __init__(self, outer: SchedulingPolicy, lines: MemberLines) -> None:
+    def __init__(self, outer: SchedulingPolicy, lines: MemberLines | MemberCounters) -> None:
         self._outer = outer
         self._lines = lines
         self._came_up: Job | None = None
+        self._reckon_once()
 
     def push(self, job: Job, now: float) -> None:
         """Into its tenant's line."""
@@ -46,8 +50,8 @@ class TwoLevels:
 
     def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
         """To both."""
-        self._outer.charge(job, charge, now, final)
         self._lines.charge(job, charge, now, final)
+        self._outer.charge(job, charge, now, final)
 
     def expired(self, now: float) -> list[Job]:
         """What the inner policies give up."""
@@ -69,8 +73,18 @@ class TwoLevels:
         """Replace both. Raises ValueError when malformed."""
         inner = state.get("inner", {})
         self._lines.check(inner)
-        self._outer.load({key: value for key, value in state.items() if key != "inner"})
+        own = {key: value for key, value in state.items() if key != "inner"}
+        if isinstance(self._outer, CounterScheduler) and isinstance(self._outer.paid, Repeated):
+            repeated, self._outer.paid = self._outer.paid, Prepaid(self._outer.paid.tariff)
+            try:
+                self._outer.load(own)
+            except ValueError:
+                self._outer.paid = repeated
+                raise
+        else:
+            self._outer.load(own)
         self._lines.load(inner)
+        self._reckon_once()
 
     def explain(self, job: Job) -> Pick:
         """Why its tenant, and why it within the tenant."""
@@ -84,6 +98,21 @@ class TwoLevels:
     def __len__(self) -> int:
         return len(self._outer)
 
+    def _reckon_once(self) -> None:
+        """Where both levels charge the same for the same jobs, the outer one repeats what the inner one charged.
+
+        Not after a load from one level, where nothing was paid within for what ran.
+        """
+        outer, lines = self._outer, self._lines
+        if (
+            isinstance(outer, CounterScheduler)
+            and type(outer)._pay is CounterScheduler._pay
+            and isinstance(lines, MemberCounters)
+            and (outer.paid.tariff, outer.predicts) == (lines.paid.tariff, lines.predicts)
+            and outer.paid.dump() == lines.paid.dump()
+        ):
+            outer.paid = Repeated(lines.paid)
+
     def _is(self, job: Job, came_up: Job) -> bool:
         """Whether ``came_up``, the outer policy's last pick, was for ``job``."""
         return job.id == came_up.id
@@ -91,6 +120,8 @@ class TwoLevels:
 
 class StandIns(TwoLevels):
     """Costs what its two policies cost together, and a stand-in per job."""
+
+    _lines: MemberLines
 
     def __init__(self, outer: SchedulingPolicy, lines: MemberLines) -> None:
         super().__init__(outer, lines)
@@ -194,9 +225,15 @@ class StandIns(TwoLevels):
         del self._sitting[self._stand_ins.pop(job_id).id]
 
 
-def levels(outer: SchedulingPolicy, lines: MemberLines) -> TwoLevels:
-    """The two, joined as the outer one allows."""
-    if isinstance(outer, CounterScheduler) and outer.any_lines:
-        outer.over(lines)
-        return TwoLevels(outer, lines)
-    return StandIns(outer, lines)
+def levels(
+    outer: SchedulingPolicy,
+    make: Callable[[], SchedulingPolicy],
+    member: Callable[[Job], TenantId],
+    weights: Mapping[TenantId, float],
+) -> TwoLevels:
+    """``outer`` over tenants and a policy of ``make``'s over each one's members, joined as the two allow."""
+    if not (isinstance(outer, CounterScheduler) and outer.any_lines):
+        return StandIns(outer, MemberLines(make, member, weights))
+    lines = MemberCounters(make, member, weights) if suits(make()) else MemberLines(make, member, weights)
+    outer.over(lines)
+    return TwoLevels(outer, lines)

@@ -1,11 +1,9 @@
-"""Building blocks of schedulers: a FIFO line per tenant, and tenants ranked by a number that changes all the time."""
+"""Building block of schedulers: a FIFO line per tenant."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator
 
 from policies.spi import Fits
 from policies.types import Job, JobId, RequeueReason, TenantId
@@ -132,124 +130,3 @@ class Lines:
         for tenant, line in self.open.items():
             self.open[tenant] = deque(entry for entry in line if self._jobs.get(entry[1].id) is entry)
         self._stale = 0
-
-
-K = TypeVar("K", bound=Hashable)
-
-_RANK, _SERIAL, _KEY, _TRUE = range(4)
-_GONE = object()
-
-
-class Ranking(Generic[K]):
-    """Keys ordered by a rank that may change; smallest first, ties in order of entry.
-
-    A heap with lazy updates: raising a rank is O(1), since the rank under which it stands in the heap is a lower bound
-    that is corrected when it comes up; lowering or inserting is O(log n). Stale entries are swept when they outnumber
-    the live ones. One record per key, in the table and in the heap: [rank it stands under, serial, key, its rank].
-    """
-
-    __slots__ = ("_entries", "_heap", "_serial")
-
-    def __init__(self) -> None:
-        self._entries: dict[K, list[Any]] = {}
-        self._heap: list[list[Any]] = []
-        self._serial = 0
-
-    def set(self, key: K, rank: Any) -> None:
-        """Insert the key or change its rank."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            if not rank < entry[0]:
-                entry[3] = rank
-                return
-            entry[3] = _GONE
-        self._serial = serial = self._serial + 1
-        self._entries[key] = entry = [rank, serial, key, rank]
-        heap = self._heap
-        heappush(heap, entry)
-        if len(heap) > 2 * len(self._entries) + 64:
-            heap[:] = self._entries.values()
-            heapify(heap)
-
-    def change(self, key: K, rank: Any) -> None:
-        """Change the key's rank, if it is in."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            if rank < entry[0]:
-                self.set(key, rank)
-            else:
-                entry[3] = rank
-
-    def remove(self, key: K) -> None:
-        """Take the key out; it must be in."""
-        self._entries.pop(key)[_TRUE] = _GONE
-
-    def min(self) -> Any:
-        """The smallest rank. Raises IndexError when empty."""
-        self._settle()
-        return self._heap[0][_RANK]
-
-    def top(self) -> K | None:
-        """The first key in order of rank; None when empty."""
-        heap = self._heap
-        if not self._entries:
-            return None
-        entry = heap[0]
-        if entry[3] != entry[0]:
-            self._settle()
-            entry = heap[0]
-        key: K = entry[2]
-        return key
-
-    def first(self, accept: Callable[[K], bool]) -> K | None:
-        """The first key in order of rank that ``accept`` takes; None when it takes none. O(k log n) for k asked."""
-        key = self.top()
-        return key if key is None or accept(key) else self.next(accept)
-
-    def next(self, accept: Callable[[K], bool]) -> K | None:
-        """Like ``first``, when the top was asked and refused already."""
-        heap = self._heap
-        refused = [heappop(heap)]
-        try:
-            while len(refused) < min(len(self._entries), _FEW):
-                self._settle()
-                key: K = heap[0][_KEY]
-                if accept(key):
-                    return key
-                refused.append(heappop(heap))
-        finally:
-            for entry in refused:
-                heappush(heap, entry)
-        if len(refused) == len(self._entries):
-            return None
-        # Perhaps nothing is accepted: then sorting all at once is cheaper than taking one after the other.
-        rest = sorted((entry[_TRUE], entry[_SERIAL], key) for key, entry in self._entries.items())
-        return next((key for _, _, key in rest[len(refused) :] if accept(key)), None)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._entries.clear()
-        self._heap.clear()
-
-    def __contains__(self, key: K) -> bool:
-        return key in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._entries)
-
-    def _settle(self) -> None:
-        """Bring a live entry with its true rank to the top."""
-        heap = self._heap
-        while heap:
-            entry = heap[0]
-            rank = entry[3]
-            if rank == entry[0]:
-                return
-            if rank is _GONE:
-                heappop(heap)
-            else:
-                entry[0] = rank
-                heapreplace(heap, entry)

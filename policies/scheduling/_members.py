@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from policies.scheduling._lines import Ranking
+from policies.scheduling._ranking import Ranking
 from policies.spi import Fits, Json, SchedulingPolicy
 from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
 
@@ -50,6 +50,14 @@ class Member(Job):
     def __getattr__(self, name: str) -> Any:
         """Called for fields that are not set here."""
         return getattr(self.job, name)
+
+
+def check_inner(state: Any, probe: SchedulingPolicy) -> None:
+    """Raises ValueError where ``state`` is no tenants' dumps of policies like ``probe``, which loses its own state."""
+    if not isinstance(state, Mapping) or not all(isinstance(own, Mapping) for own in state.values()):
+        raise ValueError("'inner' must map tenants to their members' state")
+    for own in state.values():
+        probe.load(dict(own))
 
 
 class Inside:
@@ -113,7 +121,7 @@ class MemberLines:
     """See the module's rules. Costs what the inner policies cost."""
 
     def __init__(
-        self, make: Callable[[], SchedulingPolicy], member: Callable[[Job], str], weights: Mapping[str, float]
+        self, make: Callable[[], SchedulingPolicy], member: Callable[[Job], TenantId], weights: Mapping[TenantId, float]
     ) -> None:
         """``make`` builds an inner policy; ``member`` says whose a job is within its tenant."""
         self._make = make
@@ -248,16 +256,13 @@ class MemberLines:
         return float(self._late.min()) if len(self._late) else None
 
     def dump(self) -> Json:
-        """The inner policies' state, by tenant."""
-        return {str(tenant): inside.dump() for tenant, inside in self._inside.items()}
+        """The inner policies' state, by tenant. Not of who idles since a load."""
+        running = {tenant: state for tenant, state in self._inherited.items() if state.get("prepaid")}
+        return {**{str(tenant): inside.dump() for tenant, inside in self._inside.items()}, **running}
 
     def check(self, state: Any) -> None:
         """Raises ValueError where ``state`` is no such dump: here, not in the dispatch that makes a policy."""
-        if not isinstance(state, Mapping) or not all(isinstance(own, Mapping) for own in state.values()):
-            raise ValueError("'inner' must map tenants to their members' state")
-        probe = self._make()
-        for own in state.values():
-            probe.load(dict(own))
+        check_inner(state, self._make())
 
     def load(self, state: Mapping[str, Json]) -> None:
         """Replace their state by one that passed ``check``."""
@@ -285,7 +290,7 @@ class MemberLines:
 
     def _as_member(self, job: Job) -> Member:
         name = self._member(job)
-        return Member(job, TenantId(name), self._weights.get(name, 1.0) if self._weights else 1.0)
+        return Member(job, name, self._weights.get(name, 1.0) if self._weights else 1.0)
 
     def _of(self, tenant: TenantId) -> Inside:
         inside = self._inside.get(tenant)

@@ -44,30 +44,35 @@ class Prepaid:
     cached are refunded down to ``cached_cost``; tokens never computed or produced are refunded with the final charge.
     """
 
-    __slots__ = ("_left", "_tariff")
+    __slots__ = ("_left", "last", "tariff")
 
     def __init__(self, tariff: Tariff) -> None:
-        self._tariff = tariff
+        self.tariff = tariff
         self._left: dict[JobId, tuple[int, int]] = {}
+        self.last = 0.0
+        """What the last call of ``take``, ``settle`` or ``refund`` said."""
 
     def take(self, job: Job, output: int = 0, cached: int = 0) -> float:
         """Cost to charge at dispatch; nothing when the job was dispatched before (a retry does not pay twice).
 
         ``output``: tokens that it is expected to produce. ``cached``: prompt tokens expected to cost nothing.
         """
-        left, job_id, tariff = self._left, job.id, self._tariff
+        left, job_id, tariff = self._left, job.id, self.tariff
         if job_id in left:
+            self.last = 0.0
             return 0.0
         prompt = job.prompt_tokens - cached
         left[job_id] = (prompt, output)
-        return prompt * tariff.input_cost + output * tariff.output_cost
+        self.last = cost = prompt * tariff.input_cost + output * tariff.output_cost
+        return cost
 
     def settle(self, job: Job, charge: Charge, final: bool) -> float:
         """Cost to charge (negative: to give back) for reported work, beside what was taken. O(1)."""
-        tariff = self._tariff
+        tariff = self.tariff
         paid = self._left.get(job.id)
         if paid is None:
-            return tariff.cost(charge)
+            self.last = cost = tariff.cost(charge)
+            return cost
         prompt, output = paid
         read = charge.prompt + charge.cached
         read = 0 if read < 0 else prompt if read > prompt else read
@@ -76,15 +81,17 @@ class Prepaid:
         cost += charge.cached * tariff.cached_cost
         if final:
             del self._left[job.id]
-            return cost - (prompt - read) * tariff.input_cost - (output - made) * tariff.output_cost
-        if read or made:
+            cost = cost - (prompt - read) * tariff.input_cost - (output - made) * tariff.output_cost
+        elif read or made:
             self._left[job.id] = (prompt - read, output - made)
+        self.last = cost
         return cost
 
     def refund(self, job_id: JobId) -> float:
         """Cost to give back for a returned job that leaves the queue without running again."""
         prompt, output = self._left.pop(job_id, (0, 0))
-        return prompt * self._tariff.input_cost + output * self._tariff.output_cost
+        self.last = cost = prompt * self.tariff.input_cost + output * self.tariff.output_cost
+        return cost
 
     def dump(self) -> dict[str, dict[str, int]]:
         """The shared keys ``prepaid`` and ``prepaid_output``: {job id: tokens}."""
@@ -101,6 +108,39 @@ class Prepaid:
     def __len__(self) -> int:
         """Jobs that were dispatched and have not had their final charge."""
         return len(self._left)
+
+
+class Repeated(Prepaid):
+    """Says what ``first`` just said of the same job: for a second party that pays the same price, asked after it."""
+
+    __slots__ = ("_first",)
+
+    def __init__(self, first: Prepaid) -> None:
+        super().__init__(first.tariff)
+        self._first = first
+
+    def take(self, job: Job, output: int = 0, cached: int = 0) -> float:
+        """As ``first``."""
+        return self._first.last
+
+    def settle(self, job: Job, charge: Charge, final: bool) -> float:
+        """As ``first``."""
+        return self._first.last
+
+    def refund(self, job_id: JobId) -> float:
+        """As ``first``."""
+        return self._first.last
+
+    def dump(self) -> dict[str, dict[str, int]]:
+        """As ``first``."""
+        return self._first.dump()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Not for this one: what is loaded may differ."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self._first)
 
 
 def _tokens(state: Mapping[str, Any], key: str) -> dict[JobId, int]:

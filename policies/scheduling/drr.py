@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import Field
 
-from policies.scheduling._counters import CounterScheduler
+from policies.scheduling._counters import CounterScheduler, Seat
 from policies.scheduling._lengths import Lengths, PredictingConfig
 from policies.scheduling._tariff import Tariff
 from policies.spi import PolicyContext, PolicySpec
@@ -39,6 +39,8 @@ class DrrConfig(PredictingConfig):
 
 class DrrScheduler(CounterScheduler):
     """O(log tenants) per operation, however small the quantum is."""
+
+    any_members = True
 
     def __init__(self, tariff: Tariff, lengths: Lengths, quantum: float) -> None:
         super().__init__(tariff, lengths)
@@ -65,10 +67,10 @@ class DrrScheduler(CounterScheduler):
         if turn > self._round:
             self._round = turn
 
-    def _left(self, tenant: TenantId, counter: float) -> None:
-        super()._left(tenant, counter)
-        if tenant not in self._waiting:
-            del self._places[tenant]
+    def _left(self, seat: Seat) -> None:
+        super()._left(seat)
+        if seat.entry is None:
+            del self._places[seat.key]
 
     def _start(self, level: float) -> None:
         self._round = math.floor(level / self._quantum)

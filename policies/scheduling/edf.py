@@ -26,7 +26,7 @@ from pydantic import Field, field_validator
 from policies.scheduling._floors import Floors
 from policies.scheduling._keyed import KeyedHeads
 from policies.scheduling._lengths import Lengths, PredictingConfig
-from policies.scheduling._lines import Ranking
+from policies.scheduling._ranking import Ranking
 from policies.scheduling._tariff import Prepaid
 from policies.spi import Fits, Json, PolicyContext, PolicySpec
 from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId

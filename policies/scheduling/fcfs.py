@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from policies.scheduling._lines import Lines, Ranking
+from policies.scheduling._lines import Lines
+from policies.scheduling._ranking import Ranking
 from policies.spi import Fits, Json, NoConfig, PolicyContext, PolicySpec
 from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
 

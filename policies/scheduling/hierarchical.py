@@ -19,9 +19,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from policies.scheduling._levels import TwoLevels, levels
-from policies.scheduling._members import MemberLines
 from policies.spi import PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec, SchedulingPolicy
-from policies.types import Job
+from policies.types import Job, TenantId
 
 
 class Level(PolicyConfig):
@@ -42,12 +41,12 @@ class HierarchicalConfig(PolicyConfig):
     """Member → weight within its tenant; 1 for the others."""
 
 
-def _by_user(job: Job) -> str:
-    return job.user or job.key_id or ""
+def _by_user(job: Job) -> TenantId:
+    return TenantId(job.user or job.key_id or "")
 
 
-def _by_key(job: Job) -> str:
-    return job.key_id or job.user or ""
+def _by_key(job: Job) -> TenantId:
+    return TenantId(job.key_id or job.user or "")
 
 
 def _make(config: HierarchicalConfig, ctx: PolicyContext) -> TwoLevels:
@@ -71,7 +70,8 @@ def _make(config: HierarchicalConfig, ctx: PolicyContext) -> TwoLevels:
         raise PolicyConfigError(mistakes[0][1], mistakes[0][0], mistakes)
 
     member = _by_user if config.by == "user" else _by_key
-    return levels(made["outer"][0], MemberLines(made["inner"][1], member, config.weights))
+    weights = {TenantId(name): weight for name, weight in config.weights.items()}
+    return levels(made["outer"][0], made["inner"][1], member, weights)
 
 
 SPEC = PolicySpec(

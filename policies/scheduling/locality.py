@@ -54,10 +54,10 @@ class LocalityScheduler(CounterScheduler):
     def pop(self, now: float, fits: Fits) -> Job | None:
         """As in ``CounterScheduler``; first the heads at the top are looked at again, since keys may be forgotten."""
         while self._prefixes.forgot:
-            tenant = self._waiting.top()
-            if tenant is None or not self._prefixes.shrunk(tenant):
+            seat = self._waiting.top()
+            if seat is None or not self._prefixes.shrunk(seat.key):
                 break
-            self._waiting.set(tenant, self._rank(tenant, self._counters[tenant]))
+            self._waiting.put(seat, self._rank(seat.key, seat.counter))
         return super().pop(now, fits)
 
     def _floor(self) -> float:
@@ -77,8 +77,9 @@ class LocalityScheduler(CounterScheduler):
         if not job.prefix_keys:
             return
         for tenant in self._prefixes.touch(job):
-            if tenant in self._waiting and self._prefixes.has(tenant):
-                self._waiting.set(tenant, self._rank(tenant, self._counters[tenant]))
+            if self._waits(tenant) and self._prefixes.has(tenant):
+                seat = self._seats[tenant]
+                self._waiting.put(seat, self._rank(tenant, seat.counter))
 
     def _why(self, counter: float, tenants: int) -> str:
         return (

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 from pydantic import Field, field_validator
 
-from policies.scheduling._counters import read_service
+from policies.scheduling._counters import Seat, read_service
 from policies.scheduling._floors import Floors
 from policies.scheduling._lengths import Lengths, PredictingConfig
 from policies.scheduling._tariff import Prepaid, Tariff
@@ -55,7 +55,7 @@ class _Band(VtcScheduler):
     def relative(self) -> dict[str, float]:
         """Counters above the band's level: those of different bands have nothing else in common."""
         level = self._floor()
-        return {str(tenant): counter - level for tenant, counter in self._counters.items()}
+        return {str(tenant): seat.counter - level for tenant, seat in self._seats.items()}
 
 
 class _CountedBand(_Band):
@@ -66,11 +66,10 @@ class _CountedBand(_Band):
         self._priority = priority
         self._floors = floors
 
-    def _count(self, job: Job, cost: float) -> float:
-        counter = super()._count(job, cost)
+    def _count(self, seat: Seat, cost: float, weight: float) -> None:
+        super()._count(seat, cost, weight)
         if self._floors.granted:
             self._floors.serve(self._priority, cost, ordinary=self.ordinary)
-        return counter
 
 
 class PriorityScheduler:

@@ -34,6 +34,8 @@ class VtcScheduler(CounterScheduler):
 
     __slots__ = ("_level",)
 
+    any_members = True
+
     def __init__(
         self,
         tariff: Tariff,
@@ -49,7 +51,8 @@ class VtcScheduler(CounterScheduler):
     def _floor(self) -> float:
         if len(self._waiting):
             return float(self._waiting.min())
-        return self._level if self._last_left is None else self._counters.get(self._last_left, self._level)
+        last = None if self._last_left is None else self._seats.get(self._last_left)
+        return self._level if last is None else last.counter
 
     def _why(self, counter: float, tenants: int) -> str:
         return f"least service/weight ({counter:.0f}) of {tenants} waiting tenants that fit"

@@ -16,7 +16,7 @@ Rules
 
 from __future__ import annotations
 
-from policies.scheduling._counters import CounterScheduler
+from policies.scheduling._counters import CounterScheduler, Seat
 from policies.scheduling._lengths import PredictingConfig
 from policies.spi import PolicyContext, PolicySpec
 from policies.types import Job, TenantId
@@ -45,15 +45,14 @@ class WfqScheduler(CounterScheduler):
         if counter > self._now:
             self._now = counter
 
-    def _count(self, job: Job, cost: float) -> float:
-        counter = super()._count(job, cost)
-        if counter > self._latest:
-            self._latest = counter
-        return counter
+    def _count(self, seat: Seat, cost: float, weight: float) -> None:
+        super()._count(seat, cost, weight)
+        if seat.counter > self._latest:
+            self._latest = seat.counter
 
     def _start(self, level: float) -> None:
         self._now = level
-        self._latest = max(self._counters.values(), default=level)
+        self._latest = max((seat.counter for seat in self._seats.values()), default=level)
 
 
 def _make(config: PredictingConfig, ctx: PolicyContext) -> WfqScheduler:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import pytest
 from hypothesis import given, settings
@@ -10,14 +12,16 @@ from hypothesis import strategies as st
 
 from policies import testing
 from policies.queue import JobQueue
-from policies.scheduling import _members as module
-from policies.scheduling._levels import StandIns
+from policies.scheduling import _member_counters, _members
+from policies.scheduling._levels import StandIns, TwoLevels, levels
 from policies.scheduling._lines import Lines
+from policies.scheduling._member_counters import MemberCounters
 from policies.scheduling._members import MemberLines
+from policies.scheduling._tariff import Repeated
 from policies.scheduling.vtc import VtcScheduler
 from policies.spi import PolicyConfigError, PolicyContext
 from policies.testing import always, make_job
-from policies.types import Charge, Job, JobId, RequeueReason
+from policies.types import Charge, Job, JobId, RequeueReason, TenantId
 from tests.policies.scheduling.driver import REGISTRY, TARIFF, Driver, build
 
 NAMES = ["fcfs", "vtc", "wfq", "drr", "locality", "priority", "edf", "sjf"]
@@ -25,6 +29,10 @@ NAMES = ["fcfs", "vtc", "wfq", "drr", "locality", "priority", "edf", "sjf"]
 
 def pair(outer: str, inner: str, **more: Any) -> Any:
     return build("hierarchical", outer={"use": outer}, inner={"use": inner}, **more)
+
+
+def by_user(job: Job) -> TenantId:
+    return TenantId(job.user or "")
 
 
 def pop(policy: Any) -> Job:
@@ -80,7 +88,135 @@ def test_a_member_is_a_user_or_a_key() -> None:
     policy = build("hierarchical", by="key")
     policy.push(make_job("by user", "t", user="u"), 0.0)
     policy.push(make_job("by nothing", "t"), 0.0)
-    assert sorted(policy._lines._inside["t"].policy.counters()) == ["", "u"]
+    assert pop(policy).id == "by user"
+    assert sorted(policy.dump()["inner"]["t"]["service"]) == ["", "u"]
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["push", "push", "pop", "requeue", "discard", "charge", "end", "swap"]), st.integers(0, 99)
+    ),
+    max_size=120,
+)
+
+CHEAP = [
+    ("vtc", {}),
+    ("vtc", {"predict": "max", "output_cost": 0.3}),
+    ("drr", {"predict": "none", "quantum": 30.0}),
+    ("drr", {"predict": "max"}),
+]
+"""Inner policies that take the jobs themselves, without stand-ins."""
+
+
+OUTER = [
+    ("vtc", {}),
+    ("vtc", {"predict": "max"}),
+    ("wfq", {}),
+    ("wfq", {"predict": "none"}),
+    ("drr", {"predict": "max"}),
+]
+Use = tuple[str, dict[str, Any]]
+
+
+def both_ways(outer: Use, inner: Use) -> tuple[TwoLevels, TwoLevels]:
+    """The cheap way and the general one."""
+
+    def make() -> Any:
+        return build(inner[0], **inner[1])
+
+    weights = {TenantId("u1"): 3.0}
+    cheap = levels(build(outer[0], **outer[1]), make, by_user, weights)
+    assert isinstance(cheap._lines, MemberCounters)
+    over = build(outer[0], **outer[1])
+    dear = MemberLines(make, by_user, weights)
+    over.over(dear)
+    return cheap, TwoLevels(over, dear)
+
+
+class Decided(NamedTuple):
+    """A way through two levels that is to be the same for both kinds of lower level."""
+
+    policies: tuple[TwoLevels, TwoLevels]
+
+    def each(self, ask: Callable[[TwoLevels], Any]) -> Any:
+        one, other = (ask(policy) for policy in self.policies)
+        assert one == other
+        return one
+
+    def popped(self, now: float, most: int) -> Job | None:
+        def ask(policy: TwoLevels) -> tuple[Job | None, Any]:
+            job = policy.pop(now, lambda job: job.prompt_tokens <= most)
+            return job, job and policy.explain(job)
+
+        job: Job | None = self.each(ask)[0]
+        return job
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.sampled_from(OUTER), st.sampled_from(CHEAP))
+def test_members_without_stand_ins_get_the_same_decisions(data: st.DataObject, outer: Use, inner: Use) -> None:
+    """Also where both levels charge alike and the outer one repeats what the inner one reckoned."""
+    both = Decided(both_ways(outer, inner))
+    queued: dict[str, Job] = {}
+    running: dict[str, Job] = {}
+    for serial, (action, number) in enumerate(data.draw(ACTIONS)):
+        now = float(serial)
+        if action == "push":
+            job = make_job(
+                f"j{serial}",
+                f"t{number % 3}",
+                prompt=1 + number,
+                output=number % 7,
+                user=f"u{number % 4}",
+                weight=1 + number % 2,
+            )
+            both.each(lambda policy, job=job, now=now: policy.push(job, now))
+            queued[job.id] = job
+        elif action == "pop":
+            picked = both.popped(now, 20 + number)
+            if picked is not None:
+                running[picked.id] = queued.pop(picked.id)
+        elif action == "discard" and queued:
+            job = queued.pop(sorted(queued)[number % len(queued)])
+            assert both.each(lambda policy, job=job: policy.discard(job.id))
+        elif action == "swap":
+            state = both.each(dumped)
+            fresh = both_ways(outer, inner)
+            left = both.each(TwoLevels.drain)
+            assert sorted(job.id for job in left) == sorted(queued)
+            both = Decided(fresh)
+            for policy in fresh:
+                policy.load(json.loads(json.dumps(state)))
+                for job in left:
+                    policy.push(job, now)
+        elif running:
+            job = running[sorted(running)[number % len(running)]]
+            if action == "requeue":
+                both.each(lambda policy, job=job, now=now: policy.requeue(job, now, RequeueReason.WORKER_LOST))
+                queued[job.id] = running.pop(job.id)
+            else:
+                charge = Charge(number % 11, number % 3, number % 5)
+                final = action == "end"
+                both.each(
+                    lambda policy, job=job, now=now, charge=charge, final=final: policy.charge(job, charge, now, final)
+                )
+                if final:
+                    del running[job.id]
+        assert both.each(len) == len(queued)
+    both.each(dumped)
+    while queued:
+        picked = both.popped(1e6, 10**6)
+        assert picked is not None
+        del queued[picked.id]
+    assert both.popped(1e6, 10**6) is None
+
+
+def dumped(policy: TwoLevels) -> Any:
+    lines: Any = policy._lines
+    for tenant in list(lines._inside):
+        made = lines._policy(tenant) if isinstance(lines, MemberCounters) else lines._inside[tenant].policy
+        assert made is not None  # until then it has what it was given
+    return policy.dump()
 
 
 @pytest.mark.parametrize("outer", NAMES)
@@ -93,7 +229,7 @@ def test_any_two_policies_keep_the_contract(outer: str, inner: str) -> None:
 
 def test_the_inner_choice_runs_and_the_outer_account_is_right() -> None:
     """The stand-in that comes up is another job's: they swap, and every token is charged once on both levels."""
-    policy = StandIns(VtcScheduler(TARIFF), MemberLines(lambda: build("sjf"), lambda job: job.user or "", {}))
+    policy = StandIns(VtcScheduler(TARIFF), MemberLines(lambda: build("sjf"), by_user, {}))
     policy.push(make_job("long", "a", prompt=500, output=1, user="u"), 0.0)
     policy.push(make_job("short", "a", prompt=10, output=1, user="u"), 0.0)
     policy.push(make_job("other", "b", prompt=100, output=1), 0.0)
@@ -130,7 +266,7 @@ class Fickle(VtcScheduler):
     failing = False
 
     def pop(self, now: float, fits: Any) -> Job | None:
-        fitting = [tenant for tenant in list(self._waiting) if fits(cast(Lines, self._lines).head(tenant))]
+        fitting = [seat.key for seat in self._waiting if fits(cast(Lines, self._lines).head(seat.key))]
         if self.failing:
             raise RuntimeError("failing")
         last = fitting[-1] if fitting else None
@@ -139,7 +275,7 @@ class Fickle(VtcScheduler):
 
 def test_an_outer_policy_that_asks_and_takes_another_loses_nothing() -> None:
     outer = Fickle(TARIFF)
-    policy = StandIns(outer, MemberLines(lambda: VtcScheduler(TARIFF), lambda job: job.user or "", {}))
+    policy = StandIns(outer, MemberLines(lambda: VtcScheduler(TARIFF), by_user, {}))
     for i in range(9):
         policy.push(make_job(f"j{i}", f"t{i % 3}"), 0.0)
     assert pop(policy).id == "j2"
@@ -192,9 +328,53 @@ def test_state_moves_on_to_and_from_one_level() -> None:
         again.load({"inner": {"t0": 3}})
 
 
-def test_inner_policies_of_idle_tenants_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_KEPT", 20)
-    policy = build("hierarchical")
+def test_equal_prices_are_reckoned_once_unless_only_one_level_was_paid() -> None:
+    def paid(**config: Any) -> Any:
+        policy = build("hierarchical", **config)
+        for i in range(3):
+            policy.push(make_job(f"j{i}", f"t{i % 2}", prompt=100), 0.0)
+        pop(policy)
+        return policy
+
+    once = paid()
+    assert isinstance(once._outer.paid, Repeated)
+    assert not isinstance(paid(inner={"use": "vtc", "with": {"output_cost": 3}})._outer.paid, Repeated)
+    assert not isinstance(paid(outer={"use": "vtc", "with": {"predict": "max"}})._outer.paid, Repeated)
+    again = build("hierarchical")
+    again.load(once.dump())
+    assert isinstance(again._outer.paid, Repeated)
+    flat = build("vtc")
+    flat.load(once.dump())
+    above = build("hierarchical")
+    above.load(flat.dump())
+    assert not isinstance(above._outer.paid, Repeated), "within, nothing was paid for what runs"
+    with pytest.raises(ValueError, match="'waiting' must be"):
+        once.load({"waiting": 3})
+    once.charge(make_job("j0", "t0", prompt=100), Charge(60, 40, 1), 1.0, True)
+    assert once.dump()["service"]["t0"] == once.dump()["inner"]["t0"]["service"][""] == 62.0
+
+
+@pytest.mark.parametrize("inner", ["vtc", "wfq"])
+def test_what_is_paid_for_tenants_not_heard_of_since_moves_on(inner: str) -> None:
+    """Two swaps in a row, while a job of a tenant without queued ones runs: it is not paid twice."""
+    policy = pair("vtc", inner)
+    policy.push(make_job("runs", "t", prompt=100, output=5, user="u"), 0.0)
+    job = pop(policy)
+    for _ in range(2):
+        after = pair("vtc", inner)
+        after.load(policy.dump())
+        policy = after
+    policy.charge(job, Charge(100, 0, 5), 1.0, True)
+    state = policy.dump()
+    assert state["inner"]["t"]["service"] == {"u": 110.0}
+    assert not state["inner"]["t"]["prepaid"]
+
+
+@pytest.mark.parametrize("inner", ["vtc", "wfq"])
+def test_inner_policies_of_idle_tenants_are_dropped(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_members, "IDLE_KEPT", 20)
+    monkeypatch.setattr(_member_counters, "IDLE_KEPT", 20)
+    policy = pair("vtc", inner)
     policy.push(make_job("stays", "steady"), 0.0)
     for i in range(500):
         policy.push(make_job(f"j{i}", f"t{i}"), 0.0)
@@ -221,12 +401,6 @@ def test_mistakes_are_named_with_their_path(config: dict[str, Any], path: str) -
     assert [mistake for mistake, _ in caught.value.mistakes] == [path]
 
 
-ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["push", "push", "pop", "requeue", "discard", "charge", "end"]), st.integers(0, 99)),
-    max_size=120,
-)
-
-
 @settings(max_examples=60, deadline=None)
 @given(ACTIONS, st.sampled_from(NAMES), st.sampled_from(NAMES))
 def test_both_levels_hold_the_same_jobs_at_every_moment(actions: list[tuple[str, int]], outer: str, inner: str) -> None:
@@ -248,7 +422,7 @@ def test_both_levels_hold_the_same_jobs_at_every_moment(actions: list[tuple[str,
                 running[picked.id] = picked
         elif action == "discard" and queued:
             assert policy.discard(queued.pop(sorted(queued)[number % len(queued)]).id)
-        elif running:
+        elif action != "swap" and running:
             job = running[sorted(running)[number % len(running)]]
             if action == "requeue":
                 policy.requeue(job, now, RequeueReason.WORKER_LOST)
@@ -259,11 +433,20 @@ def test_both_levels_hold_the_same_jobs_at_every_moment(actions: list[tuple[str,
                     del running[job.id]
         lines = policy._lines
         assert len(policy) == len(policy._outer) == len(lines) == len(queued)
-        assert set(lines._members) == {*queued, *running}
         assert {job.tenant for job in queued.values()} == set(lines.open)
-        for tenant, inside in lines._inside.items():
-            assert len(inside.policy) == inside.queued == sum(job.tenant == tenant for job in queued.values())
-            assert inside.jobs - inside.queued == sum(job.tenant == tenant for job in running.values())
+        if isinstance(lines, MemberCounters):
+            assert set(lines._jobs) == set(queued)
+            assert set(lines._payers) >= set(running)
+            assert len(lines._payers) == len(lines.paid) <= len(queued) + len(running)
+            for tenant, own in lines._inside.items():
+                assert (len(own.coming) if own.inner is None else len(own.inner)) == sum(
+                    job.tenant == tenant for job in queued.values()
+                )
+        else:
+            assert set(lines._members) == {*queued, *running}
+            for tenant, inside in lines._inside.items():
+                assert len(inside.policy) == inside.queued == sum(job.tenant == tenant for job in queued.values())
+                assert inside.jobs - inside.queued == sum(job.tenant == tenant for job in running.values())
         if isinstance(policy, StandIns):
             assert set(policy._stand_ins) == {*queued, *running}
             assert policy._sitting == {own.id: job_id for job_id, own in policy._stand_ins.items()}
