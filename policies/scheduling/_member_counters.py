@@ -5,8 +5,8 @@ Rules
   jobs themselves, where others have to be shown them as their members' (``_members.Member``).
 - One table holds the queued jobs of all tenants, one ``Prepaid`` what is paid for those that run: job ids are unique.
   What a tenant has of its own is little, since in the processor's caches it is cold whenever its turn comes.
-- An inner policy is made when it is first asked for anything, and gets the jobs that came by then, in order of arrival:
-  a swap moves 10,000 jobs without making a thousand policies.
+- An inner policy is made when it is first asked for anything, or when ``COMING`` jobs wait for it, and gets those in
+  order of arrival: a swap moves 10,000 jobs without making a thousand policies, and no dispatch has more to make up.
 - Decisions and dumps are those of ``_members.MemberLines`` over the same policies.
 """
 
@@ -24,6 +24,8 @@ from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
 
 IDLE_KEPT = 1024
 """Inner policies that are kept before those of idle tenants are looked through."""
+COMING = 16
+"""Queued jobs from which on a tenant's inner policy is made."""
 
 
 class OwnLines(Lines):
@@ -64,9 +66,17 @@ class OwnLines(Lines):
 
     def pop_if(self, tenant: TenantId, now: float, fits: Fits) -> Job | None:
         """Remove and return the member's head, if it fits."""
-        job = super().pop_if(tenant, now, fits)
-        if job is not None:
-            self._live -= 1
+        line = self.open[tenant]
+        job = line[0][1]
+        if not fits(job):
+            return None
+        line.popleft()
+        del self._jobs[job.id]
+        self._live -= 1
+        if self._stale:
+            self._tidy(line)
+        if not line:
+            del self.open[tenant]
         return job
 
     def discard(self, job_id: JobId) -> Job | None:
@@ -143,6 +153,8 @@ class MemberCounters:
         if own.inner is None:
             self._jobs[job_id] = (0, job)
             own.coming.append(job)
+            if len(own.coming) == COMING:
+                self._policy(tenant)
         elif own.push(job):
             own.inner.headed(self._member(job))
         if tenant in self.open:
