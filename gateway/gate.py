@@ -196,8 +196,8 @@ class Room:
 
     def _need(self, job: Job, choices: int) -> int:
         worker = self.reported
-        tables = max(1, len(worker.keeps))
-        return kv_blocks(job.prompt_tokens + 1, worker.block_size, worker.keeps) + (choices - 1) * tables
+        first = kv_blocks(job.prompt_tokens + 1, worker.block_size, worker.keeps)
+        return first if choices == 1 else first + (choices - 1) * max(1, len(worker.keeps))
 
 
 def fill(
@@ -222,7 +222,10 @@ def fill(
 
     def fits_in(job: Job, among: Iterable[Room]) -> bool:
         choices, suspect = claim(job)
-        return any(room.fits(job, choices, suspect=suspect) and may(job, room) for room in among)
+        for room in among:  # noqa: SIM110 - asked for every job; a generator costs as much as the question
+            if room.fits(job, choices, suspect=suspect) and may(job, room):
+                return True
+        return False
 
     def fits(job: Job) -> bool:
         return fits_in(job, open_rooms)
@@ -266,7 +269,7 @@ def takes(worker: WorkerView | WorkerHandle, job: Job) -> bool:
     labels = worker.labels
     if labels.get(EXTERNAL) == "true" and not job.allow_external:
         return False
-    return all(labels.get(key) == value for key, value in job.requires.items())
+    return not job.requires or all(labels.get(key) == value for key, value in job.requires.items())
 
 
 def suits(worker: WorkerHandle, job: Job, choices: int | None = None) -> bool:

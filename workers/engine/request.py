@@ -41,6 +41,8 @@ class Limits:
         Beams share the prompt's full blocks; everything after them each may have of its own.
         """
         tokens = prompt + max_tokens - 1
+        if beams == 1:
+            return self.tables.worst(tokens)
         own = -(-tokens // self.block_size) - prompt // self.block_size
         most = [self.tables.most(table, tokens) for table in range(self.tables.count)]
         return sum(most) + (beams - 1) * sum(min(own, blocks) for blocks in most)

@@ -68,6 +68,8 @@ class Tables:
 
     def worst(self, tokens: int) -> int:
         """``most`` over all tables."""
+        if self.plain:
+            return -(-tokens // self.block_size)
         return sum(self.most(table, tokens) for table in range(self.count))
 
     def begun(self, table: int, hit: int, known: int) -> int:
