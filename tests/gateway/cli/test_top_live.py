@@ -54,7 +54,14 @@ async def terminal(*words: str, columns: int = 120, rows: int = 40) -> AsyncIter
     environment = {**os.environ, "TERM": "xterm-256color", "FOREBAY_ADMIN_TOKEN": "t"}
     environment.pop("COLUMNS", None)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway.cli", *words, cwd=ROOT, env=environment, stdin=slave, stdout=slave, stderr=slave
+        *(sys.executable, "-m", "gateway.cli", *words),
+        cwd=ROOT,
+        env=environment,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        # A suite that runs in the background of a shell has Ctrl-C ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(slave)
     os.set_blocking(master, False)
