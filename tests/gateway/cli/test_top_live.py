@@ -23,6 +23,12 @@ from workers.testing import Echo
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"
 """The alternate screen, and the cursor."""
+RUN = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("gateway.cli", run_name="__main__", alter_sys=True)
+"""
+"""A suite that runs in the background of a shell has Ctrl-C ignored, and what it starts inherits that."""
 
 
 class Terminal:
@@ -54,14 +60,7 @@ async def terminal(*words: str, columns: int = 120, rows: int = 40) -> AsyncIter
     environment = {**os.environ, "TERM": "xterm-256color", "FOREBAY_ADMIN_TOKEN": "t"}
     environment.pop("COLUMNS", None)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "gateway.cli", *words),
-        cwd=ROOT,
-        env=environment,
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        # A suite that runs in the background of a shell has Ctrl-C ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        *(sys.executable, "-c", RUN, *words), cwd=ROOT, env=environment, stdin=slave, stdout=slave, stderr=slave
     )
     os.close(slave)
     os.set_blocking(master, False)
