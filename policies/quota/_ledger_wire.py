@@ -35,19 +35,18 @@ VERSION = 1
 MAX_LINE = 1 << 18
 """Bytes; a job's accounts are a few hundred."""
 _PLAIN = (
-    *(
-        "id",
-        "tenant",
-        "model",
-        "prompt_tokens",
-        "max_tokens",
-        "arrived_at",
-        "user",
-        "key_id",
-        "service_class",
-        "adapter",
-    ),
-    *("organisation", "cost_centre"),
+    "id",
+    "tenant",
+    "model",
+    "prompt_tokens",
+    "max_tokens",
+    "arrived_at",
+    "user",
+    "key_id",
+    "service_class",
+    "adapter",
+    "organisation",
+    "cost_centre",
 )
 _LIMITS = frozenset(field.name for field in fields(Limits))
 

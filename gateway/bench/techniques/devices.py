@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway.bench import load, metrics
+from gateway.bench import load
 from gateway.bench.engine import BenchEngine
 from gateway.bench.report import BenchError
-from gateway.bench.techniques.lab import Found, Lab
+from gateway.bench.techniques.lab import Found, Lab, answered
 
 CONCURRENCY = 8
 
@@ -41,13 +41,7 @@ class Divided:
 
                 def turn(engine: BenchEngine, number: int) -> float:
                     work = load.uniform(f"devices/{number}", CONCURRENCY, 64, 32, vocab, CONCURRENCY)
-                    lines = engine.run(replace(work, keep_answers=True))
-                    figures = metrics.summarise(lines)
-                    if figures["failed"]:
-                        raise BenchError(f"requests failed: {figures.get('errors')}")
-                    if number:
-                        answers[engine] |= {line.id: line.answer for line in lines}
-                    return float(figures["output_tokens_s"])
+                    return answered(engine, work, number, answers[engine])
 
                 name = ", ".join(self.settings)
                 pairs = lab.alternate(name, lambda number: turn(off, number), lambda number: turn(on, number))

@@ -12,11 +12,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from gateway.bench import metrics
 from gateway.bench.display import Display
 from gateway.bench.engine import BenchEngine, open_engine, overridden
+from gateway.bench.load import Load
 from gateway.bench.report import BenchError
 from gateway.bench.target import Target
 
@@ -74,6 +76,20 @@ class Found:
 
 Side = Callable[[int], float]
 """One side's turn in a round (0: warm-up) → its figure."""
+
+
+def answered(engine: BenchEngine, work: Load, number: int, answers: dict[str, list[int]]) -> float:
+    """Output tokens/s of a turn in round ``number``; what was answered goes to ``answers``, the warm-up's does not.
+
+    Raises BenchError where a request failed.
+    """
+    lines = engine.run(replace(work, keep_answers=True))
+    figures = metrics.summarise(lines)
+    if figures["failed"]:
+        raise BenchError(f"requests failed: {figures.get('errors')}")
+    if number:
+        answers |= {line.id: line.answer for line in lines}
+    return float(figures["output_tokens_s"])
 
 
 @dataclass(slots=True)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gateway.bench import load, metrics
 from gateway.bench.engine import BenchEngine
 from gateway.bench.load import Load, Request
 from gateway.bench.report import BenchError
-from gateway.bench.techniques.lab import Found, Lab
+from gateway.bench.techniques.lab import Found, Lab, answered
 
 PROMPTS = 2
 """Asked for again in a round; a figure is the median of theirs."""
@@ -129,13 +129,7 @@ def swapped(lab: Lab) -> Found:
             # Of equal lengths all would lose their blocks when the last one is full, and be found under its key.
             lengths = [(each + 5 * index % size, each) for index in range(count)]
             work = load.shaped(f"swap/{number}", lengths, engine.vocab)
-            lines = engine.run(replace(work, keep_answers=True))
-            figures = metrics.summarise(lines)
-            if figures["failed"]:
-                raise BenchError(f"requests failed: {figures.get('errors')}")
-            if number:
-                answers[engine] |= {line.id: line.answer for line in lines}
-            return float(figures["output_tokens_s"])
+            return answered(engine, work, number, answers[engine])
 
         pairs = lab.alternate("swap", lambda number: turn(off, number), lambda number: turn(on, number))
         planner, before = on.planner, off.planner
