@@ -57,12 +57,12 @@ class Llama:
         if not self._model:
             raise ValueError(f"llama.cpp cannot load {model}")
         params = lib.llama_context_default_params()
-        params.n_ctx = settings.kv_tokens
+        params.n_ctx = _cells(settings)
         params.n_batch = self._budget
         params.n_ubatch = min(self._budget, 512)
         params.n_seq_max = settings.max_running
         params.n_threads = params.n_threads_batch = settings.threads
-        params.kv_unified = True
+        params.kv_unified = False
         self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
             raise ValueError("llama.cpp cannot make a context of these sizes")
@@ -153,6 +153,13 @@ class Llama:
     def versions(self) -> dict[str, str]:
         """The binding's version names the library's."""
         return {"llama-cpp-python": importlib.metadata.version("llama-cpp-python")}
+
+
+def _cells(settings: Settings) -> int:
+    """A sequence's cells times the sequences: attention reads all cells of a stream that are in use, so that one stream
+    for everybody (``kv_unified``) would make each token pay for the others' contexts, as it does not in the server.
+    """
+    return -(-settings.max_context // 256) * 256 * settings.max_running
 
 
 def _common(held: list[int], tokens: list[int]) -> int:
