@@ -47,7 +47,8 @@ class EngineConfig(StrictScalars):
     blocks: int | None = Field(None, ge=2)
     """Exact number of blocks; overrides ``kv_cache``. For tests and comparisons."""
     max_step_tokens: int = Field(512, ge=1)
-    """Token budget of one step: decodes first, the rest for prompt chunks."""
+    """Token budget of one step: decodes first, the rest for prompt chunks. Beside decodes a chunk's tokens count by the
+    work that they are, which grows with their place in the prompt (``engine/allowance.py``)."""
     max_chunk_tokens: int | None = Field(None, ge=1)
     """Most prompt tokens of one sequence per step; None = up to the step's budget."""
     max_running: Annotated[int, Field(ge=1)] | Literal["auto"] = 64
@@ -97,6 +98,16 @@ class EngineConfig(StrictScalars):
     adapter_memory: Bytes | None = None
     """Bytes that adapters may occupy, set aside in the memory plan. None: 256 MiB where ``adapters`` names any, else
     nothing, and then none can be loaded later."""
+
+    @property
+    def step_overrun(self) -> int:
+        """Rows that a step may have beyond ``max_step_tokens`` where they bring a prompt to its end."""
+        return self.max_step_tokens // 8
+
+    @property
+    def step_rows(self) -> int:
+        """Most rows of a step."""
+        return self.max_step_tokens + self.step_overrun
 
     @property
     def adapter_room(self) -> int:

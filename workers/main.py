@@ -200,6 +200,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
         weight_bytes=loaded.weight_bytes,
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         windows=loaded.windows,
+        twice_at=loaded.twice_at,
         device=loaded.device,
         dtype=loaded.dtype,
         store=loaded.store,

@@ -84,6 +84,8 @@ class ServedModel:
     versions: Mapping[str, str] = field(default_factory=dict)
     windows: tuple[int, ...] = (0,)
     """Of the block tables that a sequence has; 0 = keeps all."""
+    twice_at: int = 0
+    """At so many tokens of context a prompt's token takes twice as long as at the start; 0: all take equally long."""
     memory: Callable[[], Mapping[str, int]] = dict
     """Bytes by kind, for the metrics."""
     ranks: Ranks | None = None
@@ -206,6 +208,7 @@ class Station:
             mover=model.mover if self._config.role != "both" else None,
             on_offer=self._transfers.on_offer,
             windows=model.windows,
+            twice_at=model.twice_at,
         )
         self._adapters = AdapterDesk(
             model.read_adapter, self._engine.submit, self.server.purged, self._from_engine(self._tell_adapters)

@@ -101,6 +101,7 @@ class BenchEngine:
             on_outputs=self._take,
             on_step=self._count,
             windows=self.loaded.windows,
+            twice_at=self.loaded.twice_at,
             adapters=self.loaded.adapters,
             store=self.loaded.store,
         )

@@ -93,6 +93,7 @@ def run_for_real(loaded: LoadedScenario, model: LoadedModel) -> Run:
         vocab_size=model.vocab_size,
         on_outputs=news.put,
         windows=model.windows,
+        twice_at=model.twice_at,
     )
     handle = WorkerHandle("worker-0", model="real", pool="real", labels={}, incarnation=1, clock=clock)
     hello = Hello(

@@ -40,6 +40,11 @@ class StepTime:
             )
         )
 
+    @property
+    def twice_at(self) -> int:
+        """At so many tokens of context a prompt's token takes twice as long as at the start; 0: it never does."""
+        return max(1, self.per_prefill_token // self.per_context_token) if self.per_context_token else 0
+
     def plan(self, plan: StepPlan) -> int:
         """Picoseconds of one planned step."""
         decodes = prefill = attended = 0

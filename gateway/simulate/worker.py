@@ -62,6 +62,7 @@ class SimulatedWorker:
             max_context=MAX_CONTEXT,
             revision=model,
             eos_ids=(END,),
+            twice_at=time.twice_at,
         )
         self.handle = WorkerHandle(name, model=model, pool="simulated", labels={}, incarnation=1, clock=clock)
         self.handle.opened(

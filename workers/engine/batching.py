@@ -2,8 +2,9 @@
 
 Rules
 - Every step, computed tokens catch up with known tokens: decodes first, then prompts under way, then new ones, until
-  the budget is spent. Chunked prefill, prefix hits and recompute after preemption are this one rule (iteration-level
-  scheduling: Yu et al., "Orca", OSDI 2022, §3; chunks beside decodes: Agrawal et al., "Sarathi-Serve", OSDI 2024, §4).
+  the budget is spent (``allowance.py``: how much of it a chunk takes). Chunked prefill, prefix hits and recompute after
+  preemption are this one rule (iteration-level scheduling: Yu et al., "Orca", OSDI 2022, §3; chunks beside decodes:
+  Agrawal et al., "Sarathi-Serve", OSDI 2024, §4).
 - Out of blocks: a victim is put back in line and computed again later; where there is a host tier, what nobody else
   could hit of it waits there (``tiers.py``). A step with a victim admits nobody. Who is victim: ``ServiceCounters``;
   how often at most and why that cannot deadlock: ``Roster``.
@@ -18,6 +19,7 @@ from bisect import bisect_right
 
 from workers.config import EngineConfig
 from workers.engine import scoring
+from workers.engine.allowance import Allowance
 from workers.engine.drafting import Drafting
 from workers.engine.plan import Chunk, StepPlan
 from workers.engine.roster import Roster
@@ -31,8 +33,11 @@ RECHECK_STEPS = 8
 class Batching:
     """Fills the plans of one roster."""
 
-    def __init__(self, roster: Roster, config: EngineConfig, drafting: Drafting | None = None) -> None:
+    def __init__(
+        self, roster: Roster, config: EngineConfig, drafting: Drafting | None = None, twice_at: int = 0
+    ) -> None:
         self._drafting = drafting
+        self._twice_at = twice_at
         self._roster = roster
         self._pool = roster.pool
         self._size = roster.limits.block_size
@@ -57,14 +62,15 @@ class Batching:
         if self._config.kv_cache_reuse:
             prompts: list[Sequence] = []
             budget = self._decodes(plan, budget, prompts, now)
-            budget = self._prompts(plan, budget, prompts, now)
+            room = Allowance(budget, self._config.step_overrun, self._twice_at if plan.chunks else 0)
+            self._prompts(plan, room, prompts, now)
         else:
-            budget = self._whole(plan, budget, now)
+            room = Allowance(self._whole(plan, budget, now))
         # Who just lost its blocks must not take them back in the same step, unless nothing else would run at all.
         admits = not roster.preempted or not plan.chunks
         roster.sweep()
         if admits and len(roster.waiting):
-            self._admit(plan, budget, now)
+            self._admit(plan, room, now)
         if self._mixed:
             # Runners rely on decodes coming first.
             plan.chunks.sort(key=lambda chunk: not chunk.is_decode)
@@ -198,23 +204,25 @@ class Batching:
             plan.copies = [copy for copy in plan.copies if copy[1] not in lost]
         return given
 
-    def _prompts(self, plan: StepPlan, budget: int, prompts: list[Sequence], now: int) -> int:
+    def _prompts(self, plan: StepPlan, room: Allowance, prompts: list[Sequence], now: int) -> None:
         """The next chunk of prompts (and recomputes) under way, oldest first."""
         for sequence in prompts:
-            if budget <= 0:
+            if not room.open:
                 break
             if self._roster.preempted and self._roster.departed(sequence):
                 continue
-            rows = budget
             if scoring.pending(sequence) and not self._scorable:
                 continue
-            if self._slides:  # a table with a window has blocks for the rows that come next only
-                rows = min(self._rows(sequence), budget)
-                covered, budget = self._covered(plan, sequence, sequence.computed + rows, budget, now)
+            rows = self._fit(room, sequence)
+            if rows and self._slides:  # a table with a window has blocks for the rows that come next only
+                covered, room.rows = self._covered(plan, sequence, sequence.computed + rows, room.rows, now)
                 if not covered:
                     continue
-            budget -= self._chunk(plan, sequence, rows)
-        return budget
+            self._chunk(plan, sequence, room, rows)
+
+    def _fit(self, room: Allowance, sequence: Sequence) -> int:
+        """How many of its uncomputed tokens the step has room for."""
+        return room.fit(sequence.computed, self._rows(sequence), len(sequence.tokens))
 
     def _rows(self, sequence: Sequence) -> int:
         """Its uncomputed tokens, at most a chunk of them; of a prompt that is scored, what the step may still score."""
@@ -223,11 +231,13 @@ class Batching:
             most = min(most, self._scorable)
         return min(len(sequence.tokens) - sequence.computed, most)
 
-    def _chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
-        """As many of the sequence's uncomputed tokens as budget and cap allow. Returns how many."""
+    def _chunk(self, plan: StepPlan, sequence: Sequence, room: Allowance, rows: int) -> None:
+        """Its next ``rows`` uncomputed tokens, as ``_fit`` says."""
         start = sequence.computed
         known = len(sequence.tokens)
-        rows = min(self._rows(sequence), budget)
+        room.book(start, rows)
+        if not rows:
+            return
         if scoring.pending(sequence):
             self._scorable -= rows
             plan.scores = True
@@ -242,7 +252,6 @@ class Batching:
         if rows == 1 and start >= sequence.prompt_len:
             self._mixed = True
         plan.chunks.append(Chunk(sequence, start, rows, samplers))
-        return rows
 
     def _whole(self, plan: StepPlan, budget: int, now: int) -> int:
         """Without a KV cache: every known token of every sequence again, for comparison. At least one sequence."""
@@ -255,6 +264,8 @@ class Batching:
             if plan.chunks and rows > budget:
                 self._turn = last
                 return 0
+            if scoring.pending(sequence) and not self._scorable:
+                continue
             block = 0
             if self._roster.many is not None:
                 covered, budget = self._covered(plan, sequence, rows, budget, now)
@@ -264,26 +275,35 @@ class Batching:
                 if block >= 0:
                     sequence.blocks.append(block)
             if block >= 0:
-                plan.chunks.append(Chunk(sequence, 0, rows, (sequence,)))
-                plan.scores = plan.scores or scoring.pending(sequence)
+                self._all(plan, sequence)
                 budget -= rows
                 last = sequence.arrival
         return budget
 
-    def _admit(self, plan: StepPlan, budget: int, now: int) -> None:
+    def _all(self, plan: StepPlan, sequence: Sequence) -> None:
+        """Every known token of a sequence. One prompt a step is scored, and goes on when it is scored to its end."""
+        chunk = Chunk(sequence, 0, len(sequence.tokens), (sequence,))
+        if scoring.pending(sequence):
+            plan.scores = True
+            self._scorable = 0
+            if sequence.scored + len(scoring.rows(chunk)) < sequence.prompt_len - 1:
+                chunk.samplers = ()
+        plan.chunks.append(chunk)
+
+    def _admit(self, plan: StepPlan, room: Allowance, now: int) -> None:
         """Let the head of the line in while there are slots, blocks and budget. A static batch is filled at once."""
         roster = self._roster
         static = self._config.mode == "static"
         fresh_batch = static and not roster.running
         whole = not self._config.kv_cache_reuse
-        while budget > 0 or fresh_batch:
+        while room.open or fresh_batch:
             head = roster.waiting.head()
             if head is None or not roster.room(head):
                 return
             if static and not fresh_batch and not roster.waiting.returned:
                 return
             known = len(head.tokens)
-            fits = budget > 0 and (not whole or not plan.chunks or known <= budget)
+            fits = room.open and (not whole or not plan.chunks or known <= room.rows)
             if not fits and not fresh_batch:
                 return
             arrival, level, again = self._blocked
@@ -296,8 +316,7 @@ class Batching:
             if not fits or (scoring.pending(head) and not self._scorable):
                 continue  # its turn comes; whoever is behind it in line need not wait for that
             if whole:
-                plan.chunks.append(Chunk(head, 0, known, (head,)))
-                plan.scores = plan.scores or scoring.pending(head)
-                budget -= known
+                self._all(plan, head)
+                room.rows -= known
             else:
-                budget -= self._chunk(plan, head, budget)
+                self._chunk(plan, head, room, self._fit(room, head))

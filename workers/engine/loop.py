@@ -94,8 +94,9 @@ class Engine:
         mover: BlockMover | None = None,
         on_offer: Callable[[str, Offer | None], None] = lambda ticket, offer: None,
         windows: tuple[int, ...] = (0,),
+        twice_at: int = 0,
     ) -> None:
-        """``windows``: of the model's block tables (``tables.py``)."""
+        """``windows``: of the model's block tables (``tables.py``). ``twice_at``: of its work (``allowance.py``)."""
         tiers = None if store is None else new_tiers(config, store)
         self.planner = Planner(
             config,
@@ -107,6 +108,7 @@ class Engine:
             records=on_record is not None,
             tiers=tiers,
             windows=windows,
+            twice_at=twice_at,
         )
         self._tiers = None if tiers is None or store is None else TierDesk(tiers, store, self.submit)
         self._runner = runner

@@ -54,15 +54,16 @@ class Planner:
         records: bool = False,
         tiers: Tiers | None = None,
         windows: tuple[int, ...] = (0,),
+        twice_at: int = 0,
     ) -> None:
-        """``windows``: of the model's block tables (``tables.py``)."""
+        """``windows``: of the model's block tables (``tables.py``). ``twice_at``: of its work (``allowance.py``)."""
         self.config = config
         self.tiers = tiers
         self.step = 0
         self._owners_at = 0
         self._owners_then: dict[str, int] = {}
         eos = frozenset(eos_ids)
-        rows = min(config.max_step_tokens, config.max_chunk_tokens or config.max_step_tokens)
+        rows = min(config.step_rows, config.max_chunk_tokens or config.step_rows)
         if config.speculation is not None:
             rows = max(rows, 1 + config.speculation.tokens)
         if not config.kv_cache_reuse:
@@ -84,7 +85,7 @@ class Planner:
         self._drafting = None
         if config.speculation is not None:
             self._drafting = Drafting(self.roster, config.speculation, config.max_step_tokens)
-        self._batching = Batching(self.roster, config, self._drafting)
+        self._batching = Batching(self.roster, config, self._drafting, twice_at)
         self._commit = Commit(self.roster, config.block_size, self._drafting)
         self._ranks: Iterator[int] = count()
         self._open: StepPlan | None = None

@@ -8,7 +8,8 @@ Rules
 - A row is scored once: ``Sequence.scored`` of them are, in order, and were reported. Nothing is kept beside that count,
   so there is nothing of another request that could be taken for a score.
 - Only choice 0 reports the prompt that all choices share.
-- Logits are as wide as the vocabulary: a step scores at most ``MOST_ROWS`` rows, of all its prompts together.
+- Logits are as wide as the vocabulary: a step scores at most ``MOST_ROWS`` rows, of all its prompts together. Without a
+  KV cache, where every step computes the whole prompt, it is scored in as many steps as that takes, and then answered.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def rows(chunk: Chunk) -> range:
     if not pending(sequence):
         return range(0)
     first = max(0, sequence.scored - chunk.start)
-    return range(first, max(first, min(chunk.count, sequence.prompt_len - 1 - chunk.start)))
+    return range(first, max(first, min(chunk.count, sequence.prompt_len - 1 - chunk.start, first + MOST_ROWS)))
 
 
 def targets(chunk: Chunk) -> list[int]:

@@ -105,7 +105,7 @@ def divide(
     if weights is None:
         weights = weight_bytes(model, dtype.itemsize, engine.weight_dtype)
     weights += beside.weights
-    rows = engine.max_step_tokens
+    rows = engine.step_rows
     activations = activation_bytes(model, engine, dtype.itemsize, model.vocab if sampled is None else sampled)
     buffers = CUDA_BUFFERS if device.type == "cuda" else CPU_BUFFERS
     buffers += context * model.head_dim * dtype.itemsize + rows * 64
@@ -169,11 +169,11 @@ def _mlp_weights(model: ModelConfig) -> int:
 
 def activation_bytes(model: ModelConfig, engine: EngineConfig, width: int, sampled: int) -> int:
     """What the widest layer and the sampler hold of a full step at once."""
-    rows = engine.max_step_tokens
+    rows = engine.step_rows
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     inner = model.intermediate if model.moe is None else model.moe.per_token * model.moe.intermediate + model.moe.shared
     layer = rows * width * (3 * model.hidden + max(2 * heads, 4 * max(inner, model.intermediate)))
-    running = rows if engine.max_running == "auto" else engine.max_running
+    running = engine.max_step_tokens if engine.max_running == "auto" else engine.max_running
     return layer + min(rows, running) * sampled * SAMPLED_BYTES + min(rows, MOST_ROWS) * sampled * SCORED_BYTES
 
 

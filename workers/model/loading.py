@@ -34,6 +34,7 @@ from workers.model.registry import BUILTIN, architecture
 from workers.model.runner import TorchRunner
 from workers.model.tier_store import Store, open_store
 from workers.model.weights import GgufSource, SafetensorsSource, Weights
+from workers.model.work import twice_at
 from workers.model_store import ModelFiles, ModelStoreError, Progress, resolve
 
 _NO_DRAFTS = (
@@ -91,6 +92,11 @@ class LoadedModel:
     def windows(self) -> tuple[int, ...]:
         """By block table, how many latest tokens its layers attend to; 0 = all."""
         return self.tables.windows
+
+    @property
+    def twice_at(self) -> int:
+        """At so many tokens of context a prompt's token takes twice as long as at the start (``work.py``)."""
+        return twice_at(self.config, self.max_context)
 
     @property
     def cache_tokens(self) -> int:

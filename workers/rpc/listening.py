@@ -4,6 +4,7 @@ Rules
 - Renewed files are taken up within ``WATCH_S`` seconds: another gRPC server joins the port (SO_REUSEPORT), then the one
   before takes no more connections and keeps its streams until they end. gRPC's asyncio server cannot change its
   certificate by itself: told to ask for renewed ones, it waits for ever.
+- A port that somebody listens at is not joined: whoever may join looks first, and one process of a machine at a time.
 - Files that cannot be used are logged, once; the certificate before stays. They are looked at again every time: what
   was wrong may be put right without a trace in ``stamps`` (a mode, an owner), or not lie in them (no descriptor left).
 """
@@ -11,9 +12,13 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import socket
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
@@ -24,6 +29,8 @@ from workers.rpc.tls import Stamps, TlsFiles, TlsFilesError
 _log = log.get("worker")
 
 WATCH_S = 2.0
+_TURN_S = 10.0
+"""How long others may take to open the same port."""
 _STREAMS_S = 10 * 365 * 86_400.0
 """How long the streams of a server that was replaced may last."""
 
@@ -43,10 +50,13 @@ class Listener:
     async def start(self, address: str) -> str:
         """Listen; the real address. Raises OSError when it cannot, TlsFilesError for files that cannot be used."""
         stamps = None
-        if self._tls is not None:
+        if self._tls is None:
+            port = await self._serve(address)
+        else:
             stamps = self._tls.stamps()
-            _expect_free(address)
-        port = await self._serve(address)
+            async with _turn(address):
+                _expect_free(address)
+                port = await self._serve(address)
         if address.startswith("unix:"):
             os.chmod(address.removeprefix("unix:"), 0o600)
             self._address = address
@@ -106,6 +116,33 @@ class Listener:
         await server.stop(_STREAMS_S)
         if server in self._servers:
             self._servers.remove(server)
+
+
+@contextlib.asynccontextmanager
+async def _turn(address: str) -> AsyncIterator[None]:
+    """While it lasts no other process joins the port: two that found it free at once would share it.
+
+    Raises OSError when others do not get done with it.
+    """
+    port = int(address.rpartition(":")[2])
+    if not port or not sys.platform.startswith("linux"):
+        yield
+        return
+    late = time.monotonic() + _TURN_S
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as turn:
+        while True:
+            try:
+                turn.bind(f"\0forebay-port-{port}")  # no file: the name goes with the socket, however its process ends
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                if time.monotonic() > late:
+                    raise OSError(
+                        f"cannot listen on {address}: others have been opening the port for {_TURN_S:g} s"
+                    ) from None
+            await asyncio.sleep(0.01)
+        yield
 
 
 def _expect_free(address: str) -> None:

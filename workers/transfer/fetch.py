@@ -124,7 +124,10 @@ class Fetcher:
         if (waited := self._waiting.pop(generate.id, None)) is None:
             return
         source = "" if generate.source is None else generate.source.address
-        self._on_end(TransferRecord(generate.trace, source, waited.start_ns, waited.now_ns(), result, computed))
+        try:
+            self._on_end(TransferRecord(generate.trace, source, waited.start_ns, waited.now_ns(), result, computed))
+        except Exception as error:  # telemetry: no reason to lose a request
+            log.error("transfer_record_lost", exc_info=error)
         self._submit(HandedOver(generate, computed))
 
     async def _pulled(self, generate: Generate) -> int:

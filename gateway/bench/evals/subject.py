@@ -96,6 +96,7 @@ class Subject:
             vocab_size=model.vocab_size,
             on_outputs=take,
             windows=model.windows,
+            twice_at=model.twice_at,
         )
         for number, prompt in enumerate(prompts):
             params = SamplingParams(temperature=0.0)

@@ -69,6 +69,7 @@ class EchoModel:
     eos_ids: frozenset[int] = frozenset({0})
     vocab_size: int = 1000
     windows: tuple[int, ...] = (0,)
+    twice_at: int = 0
 
 
 def test_steps_of_every_shape_are_timed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from workers.config import EngineConfig
+from workers.engine import scoring
 from workers.engine.outputs import last_output
 from workers.engine.plan import StepPlan, StepResult
 from workers.engine.planner import Planner
@@ -36,9 +37,10 @@ class Drive:
         max_context: int = 100_000,
         vocab: int = 900,
         windows: tuple[int, ...] = (0,),
+        twice_at: int = 0,
         **config: Any,
     ) -> None:
-        self.vocab = vocab
+        self.vocab, self.twice_at = vocab, twice_at
         self.config = EngineConfig(block_size=block_size, **config)
         self.planner = Planner(
             self.config,
@@ -48,8 +50,9 @@ class Drive:
             eos_ids=[999],
             records=True,
             windows=windows,
+            twice_at=twice_at,
         )
-        budget = self.config.max_step_tokens if self.config.kv_cache_reuse else None
+        budget = self.config.step_rows if self.config.kv_cache_reuse else None
         self.runner = FakeRunner(blocks, block_size, vocab=vocab, budget=budget, windows=windows)
         self.sent: dict[Choice, Generate] = {}
         self.tokens: dict[Choice, list[int]] = {}
@@ -92,7 +95,8 @@ class Drive:
         if roster.preemptions > preemptions and plan.chunks:
             assert running.issuperset(roster.running), "a step with a victim admits nobody"
         self.plans.append(plan)
-        assert plan.tokens <= self.config.max_step_tokens or not self.config.kv_cache_reuse
+        if self.config.kv_cache_reuse:
+            self.bounded(plan, running)
         kinds = [chunk.is_decode for chunk in plan.chunks]
         assert kinds == sorted(kinds, reverse=True), "decodes come first"
         self.ready(plan)
@@ -105,6 +109,31 @@ class Drive:
         self.take(self.planner.commit(plan, result, self.now))
         self.planner.check()
         return plan
+
+    def bounded(self, plan: StepPlan, running: set[Sequence]) -> None:
+        """No more rows than the budget and, beside decodes, no more work, but for the end of one prompt.
+
+        ``running``: before the step.
+        """
+        budget, over, twice_at = self.config.max_step_tokens, self.config.step_overrun, self.twice_at
+        decodes, prompts = [], []
+        for chunk in plan.chunks:
+            one = chunk.sequence
+            again = one in running and one.high_water >= one.prompt_len
+            ahead = chunk.known == 1 and chunk.start + 1 == len(one.tokens)
+            (decodes if again and ahead else prompts).append(chunk)
+        prompts.sort(key=lambda chunk: chunk.sequence.arrival)
+        ends = bool(prompts) and prompts[-1].start + prompts[-1].known == len(prompts[-1].sequence.tokens)
+        assert plan.tokens <= budget + ends * over
+        for chunk in prompts[:-1]:
+            whole = chunk.start + chunk.known == len(chunk.sequence.tokens)
+            capped = chunk.count == self.config.max_chunk_tokens or scoring.pending(chunk.sequence)
+            assert whole or capped, "who came later goes on before who came first"
+        if twice_at and decodes and prompts:
+            rows = budget - len(decodes)
+            work = sum(chunk.known * (chunk.known + 2 * (twice_at + chunk.start)) for chunk in prompts)
+            most = (rows + ends * over + twice_at) ** 2 - twice_at**2
+            assert work <= most or (len(prompts) == 1 and prompts[0].count <= -(-rows // 4))
 
     def ready(self, plan: StepPlan) -> None:
         """A plan is about to run."""

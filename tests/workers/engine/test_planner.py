@@ -32,6 +32,7 @@ class PlannerMachine(RuleBasedStateMachine):
         share=st.sampled_from([0.0, 1.0]),
         mode=st.sampled_from(["continuous", "continuous", "static"]),
         reuse=st.sampled_from([True, True, True, False]),
+        twice_at=st.sampled_from([0, 0, 1, 8, 50]),
     )
     def start(self, blocks: int, block_size: int, budget: int, cap: int | None, running: int, **config: Any) -> None:
         self.drive = Drive(
@@ -44,6 +45,7 @@ class PlannerMachine(RuleBasedStateMachine):
             cache_share=config["share"],
             mode=config["mode"],
             kv_cache_reuse=config["reuse"],
+            twice_at=config["twice_at"],
         )
         self.number = 0
 

@@ -31,6 +31,54 @@ def test_decodes_first_then_prompts() -> None:
     assert not drive.plans[1].chunks[1].is_decode
 
 
+def test_prompts_as_long_as_the_budget_end_one_in_each_step() -> None:
+    """Beside decodes too, up to an eighth of the budget; beside more of them nobody ends, so nothing runs over."""
+    drive = Drive(max_step_tokens=64, max_running=10, blocks=400)
+    drive.add(*(request(f"q{i}", 64, 30) for i in range(10)))
+    for _ in range(11):
+        drive.step()
+    rows = [[chunk.count for chunk in plan.chunks] for plan in drive.plans]
+    assert rows == [[1] * i + [64] for i in range(9)] + [[1] * 9 + [55], [1] * 9 + [9]]
+    drive.run()
+
+
+def prompt_rows(drive: Drive) -> list[int]:
+    chunks = [chunk for plan in drive.plans for chunk in plan.chunks if chunk.sequence.id == "long"]
+    return [chunk.count for chunk in chunks if not chunk.is_decode]
+
+
+def test_chunks_beside_a_stream_take_equally_long_however_deep() -> None:
+    """A token that attends to 100 more takes as long as two at the start: a step beside a stream never takes longer."""
+    drive = Drive(max_step_tokens=64, twice_at=100, blocks=400)
+    drive.add(request("stream", 4, 30))
+    drive.step()
+    drive.add(request("long", 400, 2))
+    drive.run()
+    rows = prompt_rows(drive)
+    most, at = 63 * (63 + 2 * 100), 0
+    assert rows[0] == 63
+    assert rows == sorted(rows, reverse=True)
+    for count in rows[:-1]:
+        assert count * (count + 2 * (100 + at)) <= most < (count + 1) * (count + 1 + 2 * (100 + at))
+        at += count
+
+
+def test_a_prompt_that_nobody_waits_for_is_counted_in_tokens() -> None:
+    drive = Drive(max_step_tokens=64, twice_at=100, blocks=400)
+    drive.add(request("long", 400, 2), request("next", 4, 2))
+    drive.run()
+    assert prompt_rows(drive) == [64] * 6 + [16]
+
+
+def test_a_prompt_gets_on_however_deep_it_is() -> None:
+    drive = Drive(max_step_tokens=9, twice_at=1, blocks=400)
+    drive.add(request("stream", 4, 200))
+    drive.step()
+    drive.add(request("long", 300, 2))
+    drive.run()
+    assert min(prompt_rows(drive)[1:-1]) == 2, "a quarter of what the stream leaves"
+
+
 def test_chunk_cap_per_sequence() -> None:
     drive = Drive(max_step_tokens=16, max_chunk_tokens=3)
     drive.add(request("a", 9, 1), request("b", 4, 1))

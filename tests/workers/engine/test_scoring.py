@@ -50,8 +50,10 @@ def test_warm_and_cold_prompts_in_any_order_have_the_same_scores(reuse: bool) ->
     assert drive.last["plain 3", 0].prompt_cached > 0 or not reuse
 
 
-def test_a_step_scores_no_more_rows_than_it_may() -> None:
-    drive = Drive(blocks=512, max_step_tokens=512)
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_step_scores_no_more_rows_than_it_may(reuse: bool) -> None:
+    """Without a KV cache too, where a step computes whole prompts."""
+    drive = Drive(blocks=512, max_step_tokens=512, kv_cache_reuse=reuse)
     prompts = {f"{place}": [place, *range(1, 150)] for place in range(4)}
     drive.add(*(request(name, tokens) for name, tokens in prompts.items()))
     most = 0

@@ -208,7 +208,7 @@ def test_any_crowd_gives_the_tokens_of_running_alone(
     purge_at: int,
 ) -> None:
     """n > 1, shared prefixes, tiny pools, small chunks, purges on the way; the runner reads every window back."""
-    tables = Tables(windows, SIZE, chunk or 16)
+    tables = Tables(windows, SIZE, chunk or 18)
     blocks = tables.worst(70) + tables.count + spare
     drive = Drive(blocks=blocks, windows=windows, max_step_tokens=16, max_chunk_tokens=chunk)
     for number, (length, new, n, shared, wait) in enumerate(seeds):

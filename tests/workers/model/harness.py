@@ -70,6 +70,7 @@ class Bench:
             eos_ids=self.model.eos_ids,
             vocab_size=self.model.vocab_size,
             windows=self.model.windows,
+            twice_at=self.model.twice_at,
             on_outputs=self._take,
             adapters=self.model.adapters,
             store=self.model.store,

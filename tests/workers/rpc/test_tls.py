@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -233,6 +234,25 @@ async def test_a_port_that_somebody_has_is_not_joined(authority: Authority, serv
     with pytest.raises(OSError, match="cannot listen on"):
         await second.start()
     await second.stop()
+
+
+async def test_one_worker_at_a_time_looks_for_a_port_and_takes_it(authority: Authority) -> None:
+    """Between look and bind nobody else can come: who comes second waits for its turn, and finds the port taken."""
+    tls = files(authority, authority.issue("worker", "127.0.0.1"))
+    with socket.socket() as other, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as turn:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does: it would let itself be joined
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        turn.bind(f"\0forebay-port-{port}")
+        second = WorkerServer(f"127.0.0.1:{port}", lambda message: None, secret=SECRET, tls=tls)
+        starting = asyncio.create_task(second.start())
+        await asyncio.sleep(0.1)
+        assert not starting.done()
+        other.listen()
+        turn.close()
+        with pytest.raises(OSError, match="cannot listen on"):
+            await starting
+        await second.stop()
 
 
 async def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Path) -> None:

@@ -7,12 +7,16 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
+import structlog
 
 from tests.workers.transfer.pair import SIZE, Broken, Direct, Side, both, config, request
+from workers.engine.arrivals import Arrived, HandedOver
+from workers.engine.record import TransferRecord
 from workers.engine.testing import FakeRunner, solo
 from workers.protocol import Cancel, Drain, Purge
 from workers.transfer import lend
 from workers.transfer.connector import Part, TransferError, Wanted
+from workers.transfer.fetch import Fetcher
 
 PROMPT = list(range(100, 150))
 FULL = (len(PROMPT) - 1) // SIZE * SIZE
@@ -74,6 +78,26 @@ async def test_the_reader_may_come_before_the_request(pair: Pair) -> None:
     pair.prefill.deliver(first)
     await pair.decode.ended("r")
     assert pair.decode.results == ["ok"]
+
+
+async def test_a_record_that_cannot_be_kept_costs_no_request() -> None:
+    """Each goes on to the engine once, also where several are let go at once."""
+    submitted: list[Arrived | HandedOver] = []
+
+    def broken(record: TransferRecord) -> None:
+        raise RuntimeError("no exporter")
+
+    fetcher = Fetcher(
+        Broken(), submitted.append, layout="", revision="", block_size=SIZE, block_bytes=1, timeout_s=5, on_end=broken
+    )
+    for name in ("a", "b"):
+        fetcher.take(both(request(name, PROMPT))[1])
+    with structlog.testing.capture_logs() as lines:
+        fetcher.let_all_go()
+    await fetcher.close()
+    assert [one.generate.id for one in submitted] == ["a", "b"]
+    assert len(fetcher) == 0
+    assert [line["event"] for line in lines] == ["transfer_record_lost"] * 2
 
 
 async def test_many_at_once(pair: Pair) -> None:

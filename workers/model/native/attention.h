@@ -256,7 +256,12 @@ struct Tile {
       top = max(top, x[b]);
     });
     if (any_above(mul(top, by), set1(m[i] + kSlack))) raise(i, softcap > 0 ? hmax(top) : hmax(top) * scale[i], dim);
-    if (m[i] == -INFINITY) {  // nothing visible yet
+    if (m[i] == -INFINITY) {  // nothing visible yet, or nothing but NaN, which is above nothing
+      V any = zero();
+      unrolled<kSubs>([&](auto b) FB_INLINE {
+        if (Whole || b < subs) any = add(any, x[b]);
+      });
+      if (std::isnan(hsum(any))) store(l[i], set1(NAN));
       std::memset(to, 0, subs * kLanes * sizeof(T));
       unit[j] = 0;
       return;

@@ -226,7 +226,7 @@ inline V fraction(V a) { return {_mm256_sub_ps(a.a, _mm256_floor_ps(a.a)), _mm25
 inline __m256 scale2(__m256 a, __m256 n) {
   const __m256i e = _mm256_slli_epi32(_mm256_cvtps_epi32(_mm256_floor_ps(n)), 23);
   const __m256 scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), e));
-  return _mm256_and_ps(scaled, _mm256_cmp_ps(n, _mm256_set1_ps(-126), _CMP_GE_OQ));
+  return _mm256_and_ps(scaled, _mm256_cmp_ps(n, _mm256_set1_ps(-126), _CMP_NLT_UQ));
 }
 inline V scale2(V v, V n) { return {scale2(v.a, n.a), scale2(v.b, n.b)}; }
 inline void store_bf16(uint16_t* p, V v) {
@@ -302,7 +302,8 @@ inline bool any_above(V a, V b) {
 }
 inline V round_nearest(V v) { FB_LANES(std::nearbyint(v.f[i])) }
 inline V fraction(V v) { FB_LANES(v.f[i] - std::floor(v.f[i])) }
-inline V scale2(V v, V n) { FB_LANES(n.f[i] >= -126 ? std::ldexp(v.f[i], int(std::floor(n.f[i]))) : 0.f) }
+inline float scale2(float a, float n) { return n >= -126 ? std::ldexp(a, int(std::floor(n))) : n < -126 ? 0.f : n; }
+inline V scale2(V v, V n) { FB_LANES(scale2(v.f[i], n.f[i])) }
 inline void store_bf16(uint16_t* p, V v) {
   for (int i = 0; i < 16; i++) p[i] = float_to_bf16(v.f[i]);
 }
@@ -322,11 +323,11 @@ inline void store_i16(int16_t* p, V v) {
 constexpr int kRows = 4, kQueries = 2, kWide = 2;
 #endif
 
-// `scale2(a, n)` is a * 2^floor(n) for a in [0.5, 2); far below -126 it is 0. `fraction(a)` is a - floor(a).
+// `scale2(a, n)` is a * 2^floor(n) for a in [0.5, 2); far below -126 it is 0, and NaN for NaN. `fraction(a)` is a - floor(a).
 
 // e^x to about 2 ulp for x <= 88: x = n ln2 + r (Cody-Waite), degree-6 minimax on r. Cephes expf's coefficients.
 inline V exp(V x) {
-  x = max(min(x, set1(88.f)), set1(-87.f));
+  x = max(set1(-87.f), min(set1(88.f), x));  // in this order they keep NaN
   V n = round_nearest(mul(x, set1(1.44269504088896341f)));
   V r = fma(n, set1(-0.693359375f), x);
   r = fma(n, set1(2.12194440e-4f), r);
