@@ -3,10 +3,14 @@
 Rules
 - A policy that raises anything but its own refusal, or overruns ``policy_s``, is 503 with Retry-After: never a pass.
 - A refusal says what the caller can do about it: 401, 429 with a Retry-After that works, 400 for what never passes.
+- Who is let in has names that can be stored and shown, whichever policy verified them: a tenant, user, group or role
+  with a control character or half a character (JSON has both, a signature does not mind) would break the ledger's
+  file, reports and pages for everybody. Such a credential is 401.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -26,6 +30,11 @@ _log = log.get("policies")
 _JOINED = "forebay.headers"
 T = TypeVar("T")
 
+MAX_TENANT_CHARS = 128
+MAX_NAME_CHARS = 512
+"""Of users, groups and roles: what the admin API can name."""
+_UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
 
 class Gatekeeper:
     """Calls the policies of a request's ``PolicySet``."""
@@ -41,10 +50,13 @@ class Gatekeeper:
         client = scope.get("client")
         request = AuthRequest(joined_headers(scope), client[0] if client else None)
         try:
-            return await self._within("auth", policies.uses["auth"].use, policies.auth.authenticate(request))
+            asked = policies.auth.authenticate(request)
+            principal = await self._within("auth", policies.uses["auth"].use, asked)
+            check_names(principal)
         except AuthError as error:
             _log.info("unauthenticated", request_id=request_id(scope), why=str(error))
             raise unauthenticated() from None
+        return principal
 
     def admission(self, job: Job, policies: PolicySet, dispatcher: Dispatcher) -> AdmissionDecision:
         """What admission says. Raises ApiError 503."""
@@ -77,6 +89,22 @@ class Gatekeeper:
         self._monitor.fault(kind)
         _log.error("policy_failed", kind=kind, policy=name, failure=log.describe(cause))
         return unavailable(f"The {kind} service is not available. Retry later.", f"{kind}_unavailable", retry_after_s)
+
+
+def check_names(principal: Principal) -> None:
+    """Raises AuthError for names that cannot be stored or shown (see the module's rules)."""
+    if not 0 < len(principal.tenant) <= MAX_TENANT_CHARS:
+        raise AuthError(f"the tenant's name has {len(principal.tenant)} characters, not 1 to {MAX_TENANT_CHARS}")
+    named = (("tenant", principal.tenant), ("user", principal.user or ""))
+    for what, name in (
+        *named,
+        *(("group", name) for name in principal.groups),
+        *(("role", name) for name in principal.roles),
+    ):
+        if len(name) > MAX_NAME_CHARS:
+            raise AuthError(f"a {what}'s name has {len(name)} characters, more than {MAX_NAME_CHARS}")
+        if not name.isprintable() and _UNFIT.search(name):
+            raise AuthError(f"a {what}'s name has a control character, or half a character")
 
 
 def not_admitted(job: Job, decision: AdmissionDecision, dispatcher: Dispatcher) -> ApiError:

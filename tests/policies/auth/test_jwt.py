@@ -76,6 +76,7 @@ BAD_CLAIMS: list[dict[str, Any]] = [
     {"exp": float("inf")},
     {"exp": float("nan")},
     {"exp": [1]},
+    {"exp": 10**400},
     {"nbf": NOW + 86_400},
     {"iat": NOW + 86_400},
     {"tenant": None},
