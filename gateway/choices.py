@@ -94,8 +94,12 @@ class ChoiceStream:
         min_tokens: int = 0,
         token_bytes: Callable[[int], bytes] | None = None,
         prompt: PromptScores | None = None,
+        silent: bool = False,
     ) -> None:
-        """``token_bytes`` switches log probabilities on. Stop strings begin after the first ``min_tokens`` tokens."""
+        """``token_bytes`` switches log probabilities on. Stop strings begin after the first ``min_tokens`` tokens.
+
+        ``silent``: no output was asked for. What is made all the same is neither shown nor billed.
+        """
         self.index = index
         self.billed = 0
         """Output tokens so far that are billed and charged (cumulative)."""
@@ -105,6 +109,7 @@ class ChoiceStream:
         self._min_tokens = min_tokens
         self._token_bytes = token_bytes
         self._prompt = prompt
+        self._silent = silent
         self._received = 0
         self._decoded = 0
         """Characters decoded so far, shown or held back."""
@@ -121,6 +126,8 @@ class ChoiceStream:
     def _taken(self, output: SequenceOutput) -> ChoiceDelta:
         if self.finish is not None:
             return ChoiceDelta(self.index)
+        if self._silent:
+            return self._close([], 0, "length" if output.finish == "stop" else output.finish, output.error)
         new = max(0, output.output_tokens - self._received)
         if output.text is not None:
             return self._take_text(output, output.text, new)

@@ -169,7 +169,7 @@ def build(
         reporter=reporter,
         delivery=Delivery(reporter, settings.streams),
         intake=intake,
-        replays=Replays(settings.idempotency),
+        replays=Replays(settings.idempotency, gatekeeper),
         monitor=monitor,
         timeouts=settings.timeouts,
         max_body_bytes=settings.listen.max_body_bytes,

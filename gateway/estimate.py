@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from workers.tokenizer import EncodeError
@@ -23,7 +23,7 @@ _FRAME = 2**32 - 1
 
 
 class EstimatedTokenizer:
-    """A ``gateway.intake.TextTokenizer`` that estimates."""
+    """A ``gateway.served.TextTokenizer`` that estimates."""
 
     vocab_size = 2**32
     """Any id that a caller sends as a prompt is the upstream's own; only it knows better."""
@@ -39,8 +39,12 @@ class EstimatedTokenizer:
             words.byteswap()
         return words.tolist()
 
-    knows_tools = False
+    tool_template = ""
     """It knows no template; a described tool is as long as a native one."""
+
+    def control_token(self, text: str) -> int | None:
+        """None: no text is known to be a token."""
+        return None
 
     def encode_chat(self, messages: Sequence[Any], *, tools: Sequence[Any] | None = None) -> list[int]:
         """The contents one after the other, each in a frame of ``TOKENS_PER_MESSAGE``. Raises EncodeError."""
@@ -55,7 +59,7 @@ class EstimatedTokenizer:
         """Nothing: an upstream sends the bytes of its tokens along."""
         return b""
 
-    def decoder(self) -> EstimatedDecoder:
+    def decoder(self, shown: Iterable[int] = ()) -> EstimatedDecoder:
         """A decoder for one answer, which has nothing to decode."""
         return EstimatedDecoder()
 

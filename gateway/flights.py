@@ -134,6 +134,8 @@ class Flights:
 
     def _learn(self, flight: Flight) -> None:
         most = flight.ticket.job.max_tokens // max(1, flight.ticket.lines)
+        if not most:
+            return
         for choice in flight.choices:
             if choice.finish in ("stop", "length"):
                 self._answers.ended(choice.billed, most)

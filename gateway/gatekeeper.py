@@ -22,9 +22,10 @@ from gateway.errors import ApiError, bad_request, no_worker, shed, throttled, un
 from gateway.http.middleware import request_id
 from gateway.monitor import Monitor
 from gateway.runtime import PolicySet
+from gateway.timed import unwrap
 from gateway.within import within
-from policies.spi import AuthError, PolicyUnavailableError
-from policies.types import AdmissionDecision, AuthRequest, Job, Principal, QuotaDecision
+from policies.spi import AccountsElsewhere, AuthError, KeyClaim, PolicyUnavailableError, QuotaAccounts, SharedKeys
+from policies.types import AdmissionDecision, AuthRequest, Job, LimitStatus, Principal, QuotaAccount, QuotaDecision
 
 _log = log.get("policies")
 _JOINED = "forebay.headers"
@@ -71,6 +72,21 @@ class Gatekeeper:
         decision = await self._within("quota", policies.uses["quota"].use, asked)
         self._monitor.quota(job, decision)
         return decision
+
+    async def claim(self, name: str, body: str, policies: PolicySet) -> KeyClaim:
+        """Whose an idempotency key is, where several gateways have one ledger. Raises ApiError 503."""
+        quota = unwrap(policies.quota)
+        if not isinstance(quota, SharedKeys):
+            return "ours"
+        return await self._within("quota", policies.uses["quota"].use, quota.claim(name, body, self._clock()))
+
+    async def limits(self, accounts: tuple[QuotaAccount, ...], policies: PolicySet) -> list[LimitStatus]:
+        """Every limit of these accounts, with what is left; none where none are kept. Raises ApiError 503."""
+        quota = unwrap(policies.quota)
+        if isinstance(quota, AccountsElsewhere):
+            asked = quota.look_up(accounts, self._clock())
+            return await self._within("quota", policies.uses["quota"].use, asked)
+        return quota.status(accounts, self._clock()) if isinstance(quota, QuotaAccounts) else []
 
     async def _within(self, kind: str, name: str, asked: Coroutine[Any, Any, T]) -> T:
         """What a policy answers within its budget. Raises AuthError, which is an answer, and ApiError 503."""

@@ -13,26 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from msgspec.structs import replace as with_fields
 
-from gateway import toolprompt
 from gateway.adapters import Adapter
 from gateway.asking import refuse_unaskable
-from gateway.choices import ChoiceStream, Decoder
+from gateway.callforms import CallForm, form_of
+from gateway.choices import ChoiceStream
 from gateway.echo import PromptScores, echoed
-from gateway.errors import bad_request
+from gateway.errors import ApiError, bad_request
 from gateway.grammar_check import GrammarCheck, GrammarRefusedError
-from gateway.http.schemas import ChatRequest, CompletionRequest
+from gateway.http.schemas import ChatRequest, CompletionRequest, EndpointName
 from gateway.jobs import make_job
 from gateway.labels import Labels
 from gateway.output_budget import Context, output_budget
 from gateway.public_prefixes import PublicPrefixes
+from gateway.served import ServedModel, TextTokenizer
 from gateway.tenant_keys import TenantKeys
 from gateway.tenants import EffectiveTenant
 from policies.quota.limits import most_output
@@ -46,82 +47,6 @@ MESSAGE_CHARS = 64
 
 AnyRequest = ChatRequest | CompletionRequest
 T = TypeVar("T")
-
-
-class TextTokenizer(Protocol):
-    """What is needed of ``workers.tokenizer.Tokenizer``."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Valid ids are below it."""
-        ...
-
-    def encode_text(self, text: str, *, prefix: bool = True) -> list[int]:
-        """Ids of a raw prompt, with what the model wants in front (``prefix``). Raises EncodeError."""
-        ...
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
-        """Ids of a chat in the model's template. Raises ChatTemplateError, EncodeError."""
-        ...
-
-    @property
-    def knows_tools(self) -> bool:
-        """Whether the template describes ``tools`` and calls in the form of ``toolbox.py``."""
-        ...
-
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token."""
-        ...
-
-    def decoder(self) -> Decoder:
-        """A decoder for one answer."""
-        ...
-
-
-class ServedModel(Protocol):
-    """What is needed of ``gateway.models.ModelHandle``."""
-
-    @property
-    def name(self) -> str:
-        """What clients ask for."""
-        ...
-
-    @property
-    def tokenizer(self) -> TextTokenizer:
-        """Its tokenizer. Raises ApiError 503 while it is being loaded."""
-        ...
-
-    @property
-    def revision(self) -> str:
-        """What the prefix keys are made with."""
-        ...
-
-    @property
-    def max_context(self) -> int:
-        """Longest prompt + output in tokens."""
-        ...
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        ...
-
-    @property
-    def default_max_tokens(self) -> int:
-        """Output length when a request names none."""
-        ...
-
-    @property
-    def embeds(self) -> bool:
-        """Whether a worker makes embeddings with it."""
-        ...
-
-    @property
-    def directory(self) -> Path | None:
-        """Where its files are; None for a model that has none here."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,20 +91,35 @@ class Prepared:
             return ""
         return echoed(request.prompt, self.tokenizer.decoder())
 
+    @property
+    def call_form(self) -> CallForm:
+        """In which form its model calls tools."""
+        return form_of(self.tokenizer.tool_template)
+
     def choices(self) -> list[ChoiceStream]:
         """Fresh text streams for its choices: one set per attempt."""
         params = self.generate.params
+        shown = self._call_marks()
         return [
             ChoiceStream(
-                self.tokenizer.decoder(),
+                self.tokenizer.decoder(shown),
                 index=index,
                 stops=self.request.stop,
                 min_tokens=params.min_tokens,
                 token_bytes=None if params.logprobs is None else self.tokenizer.token_bytes,
                 prompt=self._prompt_scores() if params.prompt_logprobs and not index else None,
+                silent=self.request.max_tokens == 0,
             )
             for index in range(self.generate.n)
         ]
+
+    def _call_marks(self) -> list[int]:
+        """Control tokens that mark calls, where there may be some."""
+        request = self.request
+        if not isinstance(request, ChatRequest) or request.toolbox is None or not request.toolbox.shown:
+            return []
+        marks = map(self.tokenizer.control_token, self.call_form.marks)
+        return [token for token in marks if token is not None]
 
     def _prompt_scores(self) -> PromptScores:
         return PromptScores(self.generate.tokens, self.tokenizer.decoder(), self.tokenizer.token_bytes)
@@ -233,10 +173,8 @@ class Intake:
 
         Raises ApiError: 400 for what does not fit the model or the tenant's limits, 503 while the model is loading.
         """
-        if request.endpoint == "embeddings" and not model.embeds:
-            raise bad_request(
-                f"The model {model.name[:128]!r} makes no embeddings.", param="model", code="embeddings_not_supported"
-            )
+        if not model.offers(request.endpoint):
+            raise _not_offered(request.endpoint, model.name)
         tokenizer = model.tokenizer
         if model.directory is None:
             refuse_unaskable(request, model.name)
@@ -258,7 +196,7 @@ class Intake:
         generate = Generate(
             id=job_id,
             tokens=tokens,
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),  # a worker makes one; ``choices`` says nothing of it where none is wanted
             params=_params(request, tokenizer, model),
             n=request.n if request.drawn is None else request.drawn,
             beams=request.beams,
@@ -269,7 +207,7 @@ class Intake:
             adapter=digest,
             tenant_key=self.tenant_keys.key(tenant.id),
             weight=tenant.weight,
-            grammar=await self._grammar(request, model, tenant),
+            grammar=await self._grammar(request, tokenizer, model, tenant),
         )
         return Prepared(job, generate, request, tokenizer, limited_by)
 
@@ -301,9 +239,12 @@ class Intake:
             text = str(error)
             raise bad_request(f"{text[:1].upper()}{text[1:]}.", param=request.content_param) from None
 
-    async def _grammar(self, request: AnyRequest, model: ServedModel, tenant: EffectiveTenant) -> str:
+    async def _grammar(
+        self, request: AnyRequest, tokenizer: TextTokenizer, model: ServedModel, tenant: EffectiveTenant
+    ) -> str:
         """The grammar of the answer, which is known to compile; empty for none. Raises ApiError 400, 503."""
-        constraint = request.constraint()
+        form = form_of(tokenizer.tool_template)
+        constraint = request.constraint(partial(form.grammar, control=tokenizer.control_token))
         if constraint is None:
             return ""
         if model.directory is None:  # upstreams alone run it; they are asked in the caller's words
@@ -340,10 +281,20 @@ def _reader(request: AnyRequest, tokenizer: TextTokenizer) -> tuple[int, int, Ca
 
 def _chat_reader(request: ChatRequest, tokenizer: TextTokenizer) -> tuple[int, int, Callable[[], list[int]]]:
     tools = request.toolbox.shown if request.toolbox is not None else ()
-    messages, documents = toolprompt.rendered(request.messages, tools, native=tokenizer.knows_tools)
+    template = tokenizer.tool_template
+    messages, documents = form_of(template).laid_out(request.messages, tools, template)
     beside = [documents, *(message["tool_calls"] for message in messages if "tool_calls" in message)]
     chars = sum(len(message["content"]) for message in messages) + (len(json.dumps(beside)) if any(beside) else 0)
-    return chars, len(messages), lambda: tokenizer.encode_chat(messages, tools=documents)
+    return chars, len(messages), lambda: tokenizer.encode_chat(messages, tools=documents or None)
+
+
+def _not_offered(endpoint: EndpointName, model: str) -> ApiError:
+    what = {"chat": "answers no chats", "completions": "completes no texts", "embeddings": "makes no embeddings"}
+    return bad_request(
+        f"The model {model[:128]!r} {what[endpoint]}: its servers do not offer that. Ask another model.",
+        param="model",
+        code="embeddings_not_supported" if endpoint == "embeddings" else "endpoint_not_supported",
+    )
 
 
 def _check_tokens(tokens: list[int], vocab: int, param: str) -> None:

@@ -64,10 +64,12 @@ class ModelHandle:
         """Where its files are; None while they are not there, and for a model that only upstreams run."""
         return self.files.dir if self.files is not None else None
 
-    @property
-    def embeds(self) -> bool:
-        """Whether a worker makes embeddings with it."""
-        return any("embeddings" in hello.endpoints for hello in self._hellos.values())
+    def offers(self, endpoint: str) -> bool:
+        """Whether a worker runs such requests. While none has come, those that every engine runs."""
+        generates = endpoint != "embeddings"
+        if not self._hellos:
+            return generates
+        return any(endpoint in hello.endpoints if hello.upstream else generates for hello in self._hellos.values())
 
     @property
     def hellos(self) -> list[Hello]:

@@ -12,7 +12,8 @@ from gateway.errors import ApiError, bad_request
 from gateway.tenants import EffectiveTenant
 
 if TYPE_CHECKING:
-    from gateway.intake import AnyRequest, ServedModel
+    from gateway.intake import AnyRequest
+    from gateway.served import ServedModel
 
 MAX_CHARS_PER_TOKEN = 16
 """A text longer than this many characters per token of context is refused unread; real text has 1 to 6."""
@@ -72,8 +73,9 @@ def output_budget(
         raise context.refuse(prompt, request.max_tokens or 1, request.content_param)
     most = tenant.limits.max_output_tokens
     lines = request.lines
-    if most is not None and lines * (request.max_tokens or 1) > most:
-        asked = f"{lines} x {request.max_tokens or 1}" if lines > 1 else str(request.max_tokens)
+    wanted = 1 if request.max_tokens is None else request.max_tokens
+    if most is not None and lines * wanted > most:
+        asked = f"{lines} x {wanted}" if lines > 1 else str(request.max_tokens)
         many = "n" if lines == request.n else "best_of"
         raise bad_request(
             f"{asked} output tokens are more than your tenant's limit of {most} per request (all choices together). "

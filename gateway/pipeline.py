@@ -376,8 +376,10 @@ class Pipeline:
             revision=visit.model.revision,
             logprobs=prepared.request.params.logprobs,
             echo=prepared.echo,
+            scored_prompt=prepared.prompt_tokens if prepared.request.params.prompt_logprobs else 0,
             include_usage=prepared.include_usage,
             request=prepared.request,
+            call_form=lambda: ticket.call_form,
         )
 
 

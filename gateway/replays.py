@@ -11,8 +11,9 @@ Rules
 - Bounded: an answer lives for ``keep_s``, a tenant's answers take ``max_bytes_per_tenant`` (its own oldest go first),
   all together ``max_bytes`` (the oldest of who has most). An answer that is too large for that is not kept, but its
   key is: it never runs twice.
-- In this process's memory only: replicas do not know each other's keys. A purge of the tenant's cache forgets its
-  answers.
+- Answers are in this process's memory only. Gateways that count in one ledger know of each other's keys
+  (``Gatekeeper.claim``): one that another has is 409 here, or 422 with another body, and does not run. Others do not.
+- A purge of the tenant's cache forgets its answers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,9 +31,12 @@ from starlette.types import Message
 
 from gateway.errors import ApiError, bad_request, unavailable
 from gateway.settings import Idempotency
+from gateway.timed import unwrap
+from policies.spi import SharedKeys
 from policies.types import TenantId
 
 if TYPE_CHECKING:
+    from gateway.gatekeeper import Gatekeeper
     from gateway.visit import Visit
 
 HEADER = "idempotency-key"
@@ -56,6 +61,13 @@ class Key(NamedTuple):
     key: str
 
 
+class Claim(NamedTuple):
+    """A key that was claimed, and the policy where."""
+
+    keys: SharedKeys
+    name: str
+
+
 class Recording:
     """One request's answer, as it goes out."""
 
@@ -74,6 +86,8 @@ class Recording:
         """A purge came while it ran."""
         self.followers = 0
         self.timer: asyncio.TimerHandle | None = None
+        self.claim: Claim | None = None
+        """Its key is ours among several gateways."""
         self._chunks: list[bytes] = []
         self._news = asyncio.Event()
 
@@ -159,7 +173,9 @@ class _Shelf:
 class Replays:
     """All recordings of a gateway."""
 
-    def __init__(self, settings: Idempotency) -> None:
+    def __init__(self, settings: Idempotency, gatekeeper: Gatekeeper | None = None) -> None:
+        """``gatekeeper`` asks the quota policy, where several gateways share one."""
+        self._gatekeeper = gatekeeper
         self.settings = settings
         """May be changed at any time."""
         self.bytes = 0
@@ -181,12 +197,7 @@ class Replays:
             self._count(made, made.size)
             return made, True
         if found.digest != digest:
-            raise bad_request(
-                "This Idempotency-Key was used with another body. Use a new key for a new request.",
-                param="Idempotency-Key",
-                code="idempotency_key_reused",
-                status=422,
-            )
+            raise _reused()
         if found.lost:
             raise ApiError(
                 409,
@@ -215,6 +226,7 @@ class Replays:
         if not new:
             return recording
         visit.recording = recording
+        await self._claimed(recording, visit)
         send = visit.reply.send
 
         async def recorded(message: Message) -> None:
@@ -223,6 +235,29 @@ class Replays:
 
         visit.reply.send = recorded
         return None
+
+    async def _claimed(self, recording: Recording, visit: Visit) -> None:
+        """The key is this gateway's among those that share a ledger. Raises ApiError 409, 422, 503."""
+        if self._gatekeeper is None:
+            return
+        key = recording.key
+        name = hashlib.sha256("\0".join(("k", key.tenant, key.user or "", key.route, key.key)).encode()).hexdigest()
+        found = await self._gatekeeper.claim(name, recording.digest.hex(), visit.policies)
+        if found == "other_body":
+            raise _reused()
+        if found == "elsewhere":
+            raise ApiError(
+                409,
+                "Another gateway runs or has answered the request with this Idempotency-Key. Send it again there: "
+                "it is not run twice.",
+                type="invalid_request_error",
+                code="idempotency_key_elsewhere",
+                param="Idempotency-Key",
+                retry_after_s=1.0,
+            )
+        keys = unwrap(visit.policies.quota)
+        if isinstance(keys, SharedKeys):
+            recording.claim = Claim(keys, name)
 
     def record(self, recording: Recording, message: Message) -> None:
         """Note what went out of a request that runs."""
@@ -237,6 +272,8 @@ class Replays:
         if good and (recording.whole or recording.lost) and not recording.stale:
             loop = asyncio.get_running_loop()
             recording.timer = loop.call_later(self.settings.keep_s, self._drop, recording)
+            if recording.claim is not None:
+                recording.claim.keys.keep(recording.claim.name, time.monotonic() + self.settings.keep_s)
             return
         self._drop(recording)
         if not recording.whole:
@@ -290,8 +327,19 @@ class Replays:
         self._add(recording, -recording.size)
         if recording.timer is not None:
             recording.timer.cancel()
+        if recording.claim is not None:
+            recording.claim.keys.release(recording.claim.name)
         if not shelf.kept:
             del self._shelves[tenant]
+
+
+def _reused() -> ApiError:
+    return bad_request(
+        "This Idempotency-Key was used with another body. Use a new key for a new request.",
+        param="Idempotency-Key",
+        code="idempotency_key_reused",
+        status=422,
+    )
 
 
 def _digest(body: bytes) -> bytes:

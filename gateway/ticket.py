@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from gateway.callforms import TAGGED, CallForm
 from gateway.errors import ApiError
 from gateway.metering import Meter
 from gateway.trace import NO_TRACE, RequestTrace, Span
@@ -76,6 +77,8 @@ class Ticket:
         self.worker: str | None = None
         self.ran_on: list[WorkerHandle] = []
         """Every worker it was sent to, the last one last."""
+        self.upstream = False
+        """Whether the last of them is an upstream."""
         self.retries = 0
         """Attempts that a worker's fault ended and that were repeated."""
         self.refusals = 0
@@ -124,6 +127,11 @@ class Ticket:
         return self.meter.usage
 
     @property
+    def call_form(self) -> CallForm:
+        """In which form the answer holds calls of tools: the model's own, or an upstream worker's."""
+        return TAGGED if self.upstream else self.prepared.call_form
+
+    @property
     def moved_on(self) -> bool:
         """Whether a worker failed it or turned it away, so that another one should have it."""
         return self.retries > 0 or bool(self.turned_away)
@@ -141,6 +149,7 @@ class Ticket:
         self.state = TicketState.RUNNING
         self.worker = handle.name
         self.ran_on.append(handle)
+        self.upstream = handle.hello is not None and handle.hello.upstream
         self.dispatched_at = now
         self.queue_wait_s = waited_s
         self._dispatched.set()

@@ -1,8 +1,9 @@
 """From an answer's text, as it comes, to what the caller is shown: content, and calls of tools in pieces.
 
 Rules
-- The text is in the form of ``toolbox.py``. What does not come to its end (``max_tokens``) stays what it is: a call
-  that lacks its name is not shown, arguments that were cut are shown as far as they went.
+- The text is in the form of ``toolbox.py`` here; ``jsoncalls.py`` reads others. What does not come to its end
+  (``max_tokens``) stays what it is: a call that lacks its name is not shown, arguments that were cut are shown as far
+  as they went.
 - Pieces depend on the text alone, not on how it was cut; only what may become a mark is held back.
 - White space around calls is no content.
 """
@@ -10,7 +11,10 @@ Rules
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gateway.toolbox import ARGUMENTS, CLOSE, NAME, OPEN
 
@@ -34,8 +38,11 @@ class Shown:
     calls: tuple[CallPiece, ...] = ()
 
 
-class CallReader:
-    """Reads one choice."""
+class CallReader(ABC):
+    """Reads one choice. A subclass knows one form of calls."""
+
+    mark: ClassVar[str]
+    """What a call begins with."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -43,7 +50,8 @@ class CallReader:
         self.ended = 0
         """Calls that are complete."""
         self._held = ""
-        self._state = self._text
+        self._state: Callable[[], bool] = self._text
+        """Takes what it can from the held text, and says whether there may be more to do."""
         self._content: list[str] = []
         self._calls: list[CallPiece] = []
 
@@ -56,10 +64,10 @@ class CallReader:
 
     def finish(self) -> Shown:
         """The text has ended: what was held back as a possible mark is none."""
-        if self._state == self._text:
+        if self._speaking:
             self._say(self._held)
         elif self._state == self._arguments and self._held:
-            self._calls.append(CallPiece(self.ended, arguments=self._held))
+            self._argue(self._held)
         self._held = ""
         return self._shown()
 
@@ -67,6 +75,11 @@ class CallReader:
     def called(self) -> bool:
         """It holds calls, all of them complete."""
         return 0 < self.ended == self.begun
+
+    @property
+    def _speaking(self) -> bool:
+        """What is held is text, unless more comes."""
+        return self._state == self._text
 
     def _shown(self) -> Shown:
         shown = Shown("".join(self._content), tuple(self._calls))
@@ -77,38 +90,59 @@ class CallReader:
         if text and not (self.begun and text.isspace()):
             self._content.append(text)
 
-    # Each state takes what it can from the held text, and says whether there may be more to do.
+    def _begin(self, name: str, arguments: int) -> None:
+        """A call begins; its arguments do at that place of the held text."""
+        self._calls.append(CallPiece(self.begun, name=name))
+        self.begun += 1
+        self._held = self._held[arguments:]
+        self._state = self._arguments
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self._calls.append(CallPiece(self.ended, arguments=text))
+
+    # -- states ---------------------------------------------------------------------------------------------------
 
     def _text(self) -> bool:
-        at = self._held.find(OPEN)
+        at = self._held.find(self.mark)
         if at < 0:
-            keep = _overlap(self._held, OPEN)
+            keep = _overlap(self._held, self.mark)
             # White space may stand before a call.
             keep = max(keep, len(self._held) - len(self._held[: len(self._held) - keep].rstrip()))
             self._say(self._held[: len(self._held) - keep])
             self._held = self._held[len(self._held) - keep :]
             return False
         self._say(self._held[:at].rstrip())
-        self._held = self._held[at + len(OPEN) :]
+        self._held = self._held[at + len(self.mark) :]
         self._state = self._head
         return True
+
+    @abstractmethod
+    def _head(self) -> bool:
+        """What stands between the mark and the arguments."""
+
+    @abstractmethod
+    def _arguments(self) -> bool:
+        """The arguments, up to the end of the call."""
+
+
+class TaggedCalls(CallReader):
+    """Calls between tags."""
+
+    mark = OPEN
 
     def _head(self) -> bool:
         match = _HEAD.match(self._held)
         if match is None:
             return False
-        self._calls.append(CallPiece(self.begun, name=match[1]))
-        self.begun += 1
-        self._held = self._held[match.end() :]
-        self._state = self._arguments
+        self._begin(match[1], match.end())
         return True
 
     def _arguments(self) -> bool:
         at = self._held.find(CLOSE)
         keep = 0 if at >= 0 else _overlap(self._held, CLOSE)
         end = at if at >= 0 else len(self._held) - keep
-        if end:
-            self._calls.append(CallPiece(self.ended, arguments=self._held[:end]))
+        self._argue(self._held[:end])
         self._held = self._held[end + (len(CLOSE) if at >= 0 else 0) :]
         if at < 0:
             return False

@@ -1,14 +1,15 @@
 """Messages with tools, as a model's chat template can take them.
 
-A template that knows ``tools`` and writes calls as we do (``<tool_call>``) gets them as they are, which is what its
-model was trained on. For any other, the tools are described in the system message, calls become text of the assistant,
-and results text of the user.
+A template that knows ``tools`` gets them and the messages as they are, but for what it would refuse (``callforms.py``
+says which layout a template gets): that is what its model was trained on. For any other, the tools are described in the
+system message, calls become text of the assistant, and results text of the user.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gateway.toolbox import ARGUMENTS, CLOSE, NAME, OPEN, Tool
@@ -27,15 +28,6 @@ _RULES = (
 )
 
 
-def rendered(
-    messages: Sequence[Message], tools: Sequence[Tool], *, native: bool
-) -> tuple[Messages, list[Mapping[str, Any]] | None]:
-    """Messages for a template, and the tools that it gets beside them, if it is one that knows (``native``)."""
-    if native:
-        return as_they_are(messages), [tool.document for tool in tools] or None
-    return described(messages, tools), None
-
-
 def as_they_are(messages: Sequence[Message]) -> Messages:
     """For a template that knows tools."""
     shown: Messages = []
@@ -47,6 +39,59 @@ def as_they_are(messages: Sequence[Message]) -> Messages:
             one["tool_call_id"] = message.tool_call_id
         shown.append(one)
     return shown
+
+
+def one_by_one(messages: Sequence[Message]) -> Messages:
+    """For a template that knows messages of one call and no text: each call in its own, with its result behind it."""
+    laid: list[Message] = []
+    results: list[Message] = []
+    """Those that follow the message before, and whose call has not been laid."""
+    for place, message in enumerate(messages):
+        if message.role == "tool" and results:
+            continue
+        if not message.tool_calls:
+            laid.append(message)
+            continue
+        results = _results(messages, place + 1)
+        if message.content:
+            laid.append(replace(message, tool_calls=()))
+        for call in message.tool_calls:
+            laid.append(replace(message, content="", tool_calls=(call,)))
+            laid += [result for result in results if result.tool_call_id == call.id]
+        names = {call.id for call in message.tool_calls}
+        laid += [result for result in results if result.tool_call_id not in names]
+    return as_they_are(laid)
+
+
+def short_named(messages: Sequence[Message], name: Callable[[str], str], *, system: bool, remarks: bool) -> Messages:
+    """For a template that takes certain names of calls only: ``name`` makes one of any.
+
+    ``system``: it shows a system message wherever the chat ends; else behind a result the last question has to hold it.
+    ``remarks``: it shows text beside calls; else that is left out.
+    """
+    laid = [
+        replace(
+            message,
+            content="" if message.tool_calls and not remarks else message.content,
+            tool_calls=tuple(replace(call, id=name(call.id)) for call in message.tool_calls),
+            tool_call_id=None if message.tool_call_id is None else name(message.tool_call_id),
+        )
+        for message in messages
+    ]
+    first, last = laid[0], laid[-1]
+    asked = max((place for place, message in enumerate(laid) if message.role == "user"), default=None)
+    if _role(first.role) == "system" and last.role != "user" and asked is not None and not system:
+        question = laid[asked]
+        laid[asked] = replace(question, content=f"{first.content}\n\n{question.content}")
+        del laid[0]
+    return as_they_are(laid)
+
+
+def _results(messages: Sequence[Message], start: int) -> list[Message]:
+    end = start
+    while end < len(messages) and messages[end].role == "tool":
+        end += 1
+    return list(messages[start:end])
 
 
 def described(messages: Sequence[Message], tools: Sequence[Tool]) -> Messages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from policies.types import (
     DeviceTime,
@@ -75,6 +75,39 @@ class QuotaAccounts(Protocol):
 
     def status(self, accounts: tuple[QuotaAccount, ...], now: float) -> list[LimitStatus]:
         """Every limit of these accounts, with what is left."""
+        ...
+
+
+@runtime_checkable
+class AccountsElsewhere(Protocol):
+    """Optional for a quota policy whose figures another process has: ``QuotaAccounts.status``, asked for."""
+
+    async def look_up(self, accounts: tuple[QuotaAccount, ...], now: float) -> list[LimitStatus]:
+        """Every limit of these accounts, with what is left. Raises PolicyUnavailableError."""
+        ...
+
+
+KeyClaim = Literal["ours", "elsewhere", "other_body"]
+"""Whose an idempotency key is: whoever asks may run its request; another gateway has it; for another body."""
+
+
+@runtime_checkable
+class SharedKeys(Protocol):
+    """Optional for a quota policy that several gateways count in: which of them answers to an idempotency key.
+
+    Names and bodies are digests. What was claimed is let go of, once.
+    """
+
+    async def claim(self, name: str, body: str, now: float) -> KeyClaim:
+        """Ask for a name, before its request runs. Raises PolicyUnavailableError."""
+        ...
+
+    def keep(self, name: str, until: float) -> None:
+        """It was answered, and its answer is kept until then (monotonic). No I/O that is waited for."""
+        ...
+
+    def release(self, name: str) -> None:
+        """Let go of it. No I/O that is waited for."""
         ...
 
 

@@ -13,7 +13,18 @@ from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 import pluggy
 from pydantic import ConfigDict
 
-from policies.quota_spi import Durable, Json, QueueAware, QuotaAccounts, QuotaPolicy, QuotaView, UsageReports
+from policies.quota_spi import (
+    AccountsElsewhere,
+    Durable,
+    Json,
+    KeyClaim,
+    QueueAware,
+    QuotaAccounts,
+    QuotaPolicy,
+    QuotaView,
+    SharedKeys,
+    UsageReports,
+)
 from policies.strict import StrictScalars
 from policies.types import (
     AdmissionDecision,
@@ -312,6 +323,7 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "KINDS",
     "PROTOCOLS",
+    "AccountsElsewhere",
     "AdmissionPolicy",
     "AuthError",
     "AuthPolicy",
@@ -321,6 +333,7 @@ __all__ = [
     "Fits",
     "JobEvent",
     "Json",
+    "KeyClaim",
     "Kind",
     "LauncherSpec",
     "Lifecycle",
@@ -339,6 +352,7 @@ __all__ = [
     "RoutingPolicy",
     "SchedulingPolicy",
     "Shared",
+    "SharedKeys",
     "UsageReports",
     "hookimpl",
     "hookspec",

@@ -230,8 +230,8 @@ class ChatTemplate:
             named = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template has a mistake in line {error.lineno}") from error
-        self.knows_tools = "tools" in named and "<tool_call>" in source
-        """It describes tools, and writes calls in the form that the gateway reads."""
+        self.tools_source = source if "tools" in named else ""
+        """Its source, if it takes tools: it says in which form its model calls them."""
 
     def segments(
         self,
@@ -274,7 +274,7 @@ def _split(rendered: str, ledger: _Ledger, required: Mapping[int, int]) -> list[
     position = 0
     for match in ledger.marker.finditer(rendered):
         number = _number(match)
-        if number in used:
+        if number in used and ledger.origins[number] in required:
             raise ChatTemplateError("the model's chat template repeats a message's content, which is not supported")
         used.add(number)
         _add(segments, rendered[position : match.start()], markup=True)

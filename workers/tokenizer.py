@@ -112,9 +112,14 @@ class Tokenizer:
         return self._template is not None
 
     @property
-    def knows_tools(self) -> bool:
-        """Does the template describe ``tools``, and write calls between ``<tool_call>`` tags as Hermes and Qwen do?"""
-        return self._template is not None and self._template.knows_tools
+    def tool_template(self) -> str:
+        """The chat template's source, if it takes ``tools``; else empty."""
+        return "" if self._template is None else self._template.tools_source
+
+    def control_token(self, text: str) -> int | None:
+        """The id of a special token with this text, which has none in an answer; None where there is no such token."""
+        token = self._markup.token_to_id(text)
+        return token if token in self.special_ids else None
 
     def chat_segments(
         self, messages: Messages, *, tools: Tools | None = None, add_generation_prompt: bool = True
@@ -147,9 +152,9 @@ class Tokenizer:
         """The bytes that a token adds to an answer, which may be a part of a character; empty for unknown ids."""
         return self._bytes[token] if 0 <= token < len(self._bytes) else b""
 
-    def decoder(self) -> IncrementalDecoder:
-        """A decoder for one answer."""
-        return IncrementalDecoder(self)
+    def decoder(self, shown: Iterable[int] = ()) -> IncrementalDecoder:
+        """A decoder for one answer, in which the special tokens among ``shown`` have their text."""
+        return IncrementalDecoder(self, shown)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of an answer, without special tokens; U+FFFD for bytes that are no UTF-8."""
@@ -195,9 +200,9 @@ class IncrementalDecoder:
     no text. O(1) per token, amortised.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Iterable[int] = ()) -> None:
         self._bytes = tokenizer._bytes
-        self._special = tokenizer.special_ids
+        self._special = tokenizer.special_ids.difference(shown) if shown else tokenizer.special_ids
         self._strip = tokenizer._strips
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 

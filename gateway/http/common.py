@@ -89,6 +89,9 @@ _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 MODEL = spec(str, checked(_model, {"minLength": 1, "maxLength": 256}), "A name that GET /v1/models lists.")
 COUNT = spec(int, between(1, MAX_TOKENS), "Most output tokens per choice.")
+COUNT_OR_NONE = spec(
+    int, between(0, MAX_TOKENS), "Most output tokens per choice; 0 with echo: the prompt alone is told."
+)
 STREAM_OPTIONS = spec(StreamOptions)
 
 SAMPLING: Mapping[str, Field[Any]] = {

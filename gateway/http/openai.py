@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
+from gateway.callforms import TAGGED, CallForm, Calls
 from gateway.choices import Alternative, ChoiceDelta, ScoredToken
 from gateway.errors import ApiError
 from gateway.http import sse
@@ -96,10 +97,14 @@ class Format:
         include_usage: bool = False,
         request: Request | None = None,
         echo: str = "",
+        scored_prompt: int = 0,
+        call_form: Callable[[], CallForm] = lambda: TAGGED,
     ) -> None:
         """``logprobs``: number of alternatives asked for, None for no log probabilities at all.
 
-        ``request``: for formats that repeat some of it. ``echo``: what each text begins with, in formats that have it.
+        ``request``: for formats that repeat some of it. ``echo``: what each text begins with, in formats that have it;
+        ``scored_prompt``: of how many tokens, where their log probabilities are told. ``call_form``: in which form the
+        answer holds calls of tools; asked when there is some of it.
         """
         self.id = f"{self.prefix}-{job_id}"
         self._base: Json = {
@@ -111,6 +116,9 @@ class Format:
         }
         self._logprobs = logprobs
         self._include_usage = include_usage
+        box = request.toolbox if isinstance(request, ChatRequest) else None
+        self._calls = Calls(box, call_form) if box is not None and box.shown else None
+        """Where texts may hold calls of tools."""
 
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
         """The stream objects for one delta: none when it shows nothing."""
@@ -166,9 +174,6 @@ class ChatFormat(Format):
     def __init__(self, **base: Any) -> None:
         super().__init__(**base)
         self._begun: set[int] = set()
-        request = base.get("request")
-        self._calls = isinstance(request, ChatRequest) and request.toolbox is not None and bool(request.toolbox.shown)
-        """Whether texts may hold calls of tools."""
         self._readers: dict[int, CallReader] = {}
 
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
@@ -180,12 +185,13 @@ class ChatFormat(Format):
             self._begun.add(delta.index)
             opening = {"delta": {"role": "assistant", "content": "", "refusal": None}}
             out.append(self._chunk(delta.index, opening, None, None))
-        reader = self._readers.setdefault(delta.index, CallReader()) if self._calls else None
-        if reader is None:
+        reader = None
+        if self._calls is None:
             if delta.text or delta.scored:
                 out.append(self._part(delta, {"content": delta.text}))
         else:
-            out += self._parts(delta, reader)
+            reader = self._readers.setdefault(delta.index, self._calls.reader())
+            out += self._parts(delta, reader, self._calls)
         if delta.finish in _REASONS:
             out.append(self._chunk(delta.index, {"delta": {}}, _reason(delta.finish, reader), None))
         return out
@@ -193,36 +199,36 @@ class ChatFormat(Format):
     def _part(self, delta: ChoiceDelta, said: Json, *, scored: bool = True) -> Json:
         return self._chunk(delta.index, {"delta": said}, None, self._scores(delta.scored if scored else ()))
 
-    def _parts(self, delta: ChoiceDelta, reader: CallReader) -> list[Json]:
+    def _parts(self, delta: ChoiceDelta, reader: CallReader, calls: Calls) -> list[Json]:
         """Content and pieces of calls. The first chunk has the log probabilities of all that the delta brought."""
         shown = [reader.feed(delta.text), *([reader.finish()] if delta.finish is not None else [])]
         content = "".join(part.content for part in shown)
         parts: list[Json] = [{"content": content}] if content else []
-        parts += [{"tool_calls": [self._call(delta.index, piece)]} for part in shown for piece in part.calls]
+        parts += [{"tool_calls": [self._call(calls, delta.index, piece)]} for part in shown for piece in part.calls]
         if not parts and delta.scored:
             parts.append({})
         return [self._part(delta, said, scored=place == 0) for place, said in enumerate(parts)]
 
-    def _call(self, choice: int, piece: CallPiece) -> Json:
+    def _call(self, calls: Calls, choice: int, piece: CallPiece) -> Json:
         if piece.name is None:
             return {"index": piece.index, "function": {"arguments": piece.arguments}}
-        return {"index": piece.index, **self._whole_call(choice, piece)}
+        return {"index": piece.index, **self._whole_call(calls, choice, piece)}
 
-    def _whole_call(self, choice: int, piece: CallPiece) -> Json:
+    def _whole_call(self, calls: Calls, choice: int, piece: CallPiece) -> Json:
         return {
-            "id": call_id(self.id, choice, piece.index),
+            "id": calls.call_id(self.id, choice, piece.index),
             "type": "function",
             "function": {"name": piece.name, "arguments": piece.arguments},
         }
 
     def _choice(self, answer: Answer) -> Json:
         message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
-        reader = CallReader() if self._calls else None
-        if reader is not None:
-            content, calls = whole_calls(reader, answer.text)
+        reader = None
+        if self._calls is not None:
+            content, calls = whole_calls(reader := self._calls.reader(), answer.text)
             message["content"] = content or (None if calls else "")
             if calls:
-                message["tool_calls"] = [self._whole_call(answer.index, call) for call in calls]
+                message["tool_calls"] = [self._whole_call(self._calls, answer.index, call) for call in calls]
         return {
             "index": answer.index,
             "message": message,
@@ -243,9 +249,12 @@ class CompletionFormat(Format):
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, *, echo: str = "", **base: Any) -> None:
+    def __init__(self, *, echo: str = "", scored_prompt: int = 0, **base: Any) -> None:
         super().__init__(**base)
         self._echo = echo
+        self._scored_prompt = scored_prompt
+        self._early: list[ChoiceDelta] = []
+        """News of choices that were faster than the prompt's log probabilities, which choice 0 brings for all."""
         self._echoed: set[int] = set()
         self._prompt: list[ScoredToken] = []
         request = base.get("request")
@@ -260,6 +269,13 @@ class CompletionFormat(Format):
     def chunks(self, delta: ChoiceDelta) -> list[Json]:
         """The prompt where it is repeated, text, then the finish reason."""
         self._prompt += delta.prompt
+        if len(self._prompt) < self._scored_prompt:
+            self._early.append(delta)
+            return []
+        told, self._early = [*self._early, delta], []
+        return [chunk for one in told for chunk in self._told(one)]
+
+    def _told(self, delta: ChoiceDelta) -> list[Json]:
         if not delta.text and not delta.scored and delta.finish is None:
             return []
         out = []
@@ -293,11 +309,6 @@ class CompletionFormat(Format):
             "top_logprobs": [*(None for _ in first), *map(_ranked, judged)] if self._logprobs else None,
             "text_offset": [*(s.offset for s in prompt), *(shift + s.offset for s in scored)],
         }
-
-
-def call_id(answer: str, choice: int, index: int) -> str:
-    """Names a call; the same for the same answer, however often it is shown."""
-    return "call_" + hashlib.sha256(f"{answer} {choice} {index}".encode()).hexdigest()[:24]
 
 
 def _reason(finish: str, reader: CallReader | None) -> str:

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.callforms import Calls
 from gateway.choices import Alternative, ChoiceDelta, ScoredToken
-from gateway.http.openai import Json, call_id, finite
+from gateway.http.openai import Json, finite
 from gateway.toolbox import CLOSE
 from gateway.toolcalls import CallPiece, CallReader, Shown
 
@@ -93,11 +94,13 @@ class Call:
 class Output:
     """The items of one response."""
 
-    def __init__(self, job_id: str, *, calls: bool) -> None:
-        """``calls``: whether its text may hold calls of functions."""
+    def __init__(self, job_id: str, calls: Calls | None) -> None:
+        """``calls``: where its text may hold calls of functions."""
         self.finish: str | None = None
         self._job = job_id
-        self._reader = CallReader() if calls else None
+        self._calls = calls
+        self._reader: CallReader | None = None
+        """From the first text on, with ``calls``."""
         self._items: list[Text | Call] = []
         self._scored: list[ScoredToken] = []
         """Tokens whose text has not become part of the message."""
@@ -118,10 +121,10 @@ class Output:
         """News of the answer, and what is to be said of them."""
         self._scored.extend(delta.scored)
         for shown in self._read(delta):
-            if shown.content or self._reader is None:
+            if shown.content or self._calls is None:
                 yield from self._say(shown.content)
-            for piece in shown.calls:
-                yield from self._call(piece)
+            for piece in shown.calls if self._calls is not None else ():
+                yield from self._call(piece, self._calls)
         if delta.finish is not None:
             self.finish = delta.finish
             if not self._items:
@@ -129,8 +132,10 @@ class Output:
             yield from self._close(self._last_status())
 
     def _read(self, delta: ChoiceDelta) -> list[Shown]:
-        if self._reader is None:
+        if self._calls is None:
             return [Shown(delta.text)] if delta.text or delta.scored else []
+        if self._reader is None:
+            self._reader = self._calls.reader()
         *ends, rest = delta.text.split(CLOSE)  # what is read at once tells content first: text behind a call is later
         shown = [self._reader.feed(text) for text in (*(end + CLOSE for end in ends), rest)]
         return [*shown, *([self._reader.finish()] if delta.finish is not None else [])]
@@ -152,14 +157,14 @@ class Output:
         if message is not self._items[0]:
             return []
         self._length += length
-        due = [token for token in self._scored if self._reader is None or token.offset < self._length]
+        due = [token for token in self._scored if self._calls is None or token.offset < self._length]
         self._scored = self._scored[len(due) :]
         return due
 
-    def _call(self, piece: CallPiece) -> Iterator[Event]:
+    def _call(self, piece: CallPiece, calls: Calls) -> Iterator[Event]:
         if piece.name is not None:
             yield from self._close("completed")
-            name = call_id(f"resp_{self._job}", 0, piece.index)
+            name = calls.call_id(f"resp_{self._job}", 0, piece.index)
             yield from self._open(Call(f"fc_{self._job}_{piece.index}", name, piece.name))
         if piece.arguments:
             self._items[-1].pieces.append(piece.arguments)

@@ -157,8 +157,7 @@ class ResponsesFormat(Format):
         self._request = request
         self._created = created
         self._events = 0
-        box = request.toolbox
-        self._output = Output(job_id, calls=box is not None and bool(box.shown))
+        self._output = Output(job_id, self._calls)
 
     # -- in one piece ---------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace as with_fields
 
 from gateway.errors import bad_request
-from gateway.grammars import json_text, tool_text
+from gateway.grammars import Schema, json_text, tool_text
 from gateway.http import beams, common, toolfields, unsupported
 from gateway.http.jsonfields import Field, between, checked, read, scrap, split
 from gateway.http.jsonfields import field as spec
@@ -35,6 +35,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 R = TypeVar("R")
+CallGrammar = Callable[[Toolbox, Schema | None], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,8 @@ class Request:
     response_format: JsonFormat | None = None
     """The shape of the answer; None = any text."""
 
-    def constraint(self) -> Constraint | None:
-        """What the answer's text must match."""
+    def constraint(self, calls: CallGrammar = tool_text) -> Constraint | None:
+        """What the answer's text must match; ``calls`` makes the grammar where it may call tools."""
         form = self.response_format
         return None if form is None else Constraint(json_text(form.schema), form.param)
 
@@ -120,12 +121,12 @@ class ChatRequest(Request):
     messages: tuple[Message, ...]
     toolbox: Toolbox | None = None
 
-    def constraint(self) -> Constraint | None:
-        """What the answer's text must match."""
+    def constraint(self, calls: CallGrammar = tool_text) -> Constraint | None:
+        """What the answer's text must match; ``calls`` makes the grammar where it may call tools."""
         box, form = self.toolbox, self.response_format
         if box is None or not box.shown:
             return Request.constraint(self)
-        return Constraint(tool_text(box, None if form is None else form.schema), "tools")
+        return Constraint(calls(box, None if form is None else form.schema), "tools")
 
     def features(self) -> frozenset[str]:
         """Which of ``FEATURES`` it uses, for authorisation."""
@@ -165,19 +166,23 @@ def parse_completion(raw: bytes) -> CompletionRequest:
     """Parse and check a completion body. Raises ApiError 400 with ``param``."""
     fields = split(raw)
     common.refuse_unsupported(fields, unsupported.COMPLETION)
-    shared = _shared(fields, {"logprobs": read(fields, "logprobs", _COMPLETION_LOGPROBS, None)})
+    shared = _shared(fields, {"logprobs": read(fields, "logprobs", _COMPLETION_LOGPROBS, None)}, common.COUNT_OR_NONE)
     if shared["beams"] is None:
         shared["drawn"] = best_of(fields, shared["n"], stream=shared["stream"])
     echo = read(fields, "echo", _ECHO, False)
     if echo and shared["params"].logprobs is not None:
         shared["params"] = with_fields(shared["params"], prompt_logprobs=True)
+    if shared["max_tokens"] == 0:
+        _check_prompt_alone(shared, echo=echo)
     return CompletionRequest(prompt=_prompt(fields), echo=echo, **shared)
 
 
 # Chats and completions ------------------------------------------------------------------------------------------------
 
 
-def _shared(fields: Mapping[str, msgspec.Raw], extra_params: Mapping[str, Any]) -> dict[str, Any]:
+def _shared(
+    fields: Mapping[str, msgspec.Raw], extra_params: Mapping[str, Any], count: Field[Any] = common.COUNT
+) -> dict[str, Any]:
     shared = common.read_common(fields, extra_params)
     shared["n"] = read(fields, "n", common.N, 1)
     shared["beams"] = beams.beams(fields, shared["n"])
@@ -188,7 +193,7 @@ def _shared(fields: Mapping[str, msgspec.Raw], extra_params: Mapping[str, Any]) 
     if options is not None and not shared["stream"]:
         raise bad_request("stream_options is only allowed with stream: true.", param="stream_options")
     shared["include_usage"] = options is not None and bool(options.include_usage)
-    shared["max_tokens"], shared["max_tokens_param"] = _max_tokens(fields)
+    shared["max_tokens"], shared["max_tokens_param"] = _max_tokens(fields, count)
     return shared
 
 
@@ -199,9 +204,9 @@ def refuse_endless(params: SamplingParams, param: str) -> None:
             raise bad_request(f"{name} cannot be combined with {param}: the format decides where its text ends.", name)
 
 
-def _max_tokens(fields: Mapping[str, msgspec.Raw]) -> tuple[int | None, str]:
-    old = read(fields, "max_tokens", common.COUNT, None)
-    new = read(fields, "max_completion_tokens", common.COUNT, None)
+def _max_tokens(fields: Mapping[str, msgspec.Raw], count: Field[Any]) -> tuple[int | None, str]:
+    old: int | None = read(fields, "max_tokens", count, None)
+    new: int | None = read(fields, "max_completion_tokens", count, None)
     if old is not None and new is not None and old != new:
         raise bad_request(
             f"max_tokens ({old}) and max_completion_tokens ({new}) contradict each other; send one of them.",
@@ -324,7 +329,24 @@ COMPLETION_FIELDS: Mapping[str, Field[Any]] = {
     **_SHARED,
     "logprobs": _COMPLETION_LOGPROBS,
     "echo": _ECHO,
+    "max_tokens": common.COUNT_OR_NONE,
+    "max_completion_tokens": common.COUNT_OR_NONE,
 }
+
+
+def _check_prompt_alone(shared: Mapping[str, Any], *, echo: bool) -> None:
+    """No output is asked for: that makes sense where the prompt is told. Raises ApiError 400."""
+    param = shared["max_tokens_param"]
+    if not echo:
+        raise bad_request(
+            f"{param}: 0 leaves nothing to answer with; send echo: true to get the prompt with its log probabilities.",
+            param=param,
+        )
+    for name in ("beams", "drawn", "response_format"):
+        if shared[name] is not None:
+            what = {"beams": "use_beam_search", "drawn": "best_of"}.get(name, name)
+            raise bad_request(f"{what} needs output; leave it out, or send a {param} above 0.", param=what)
+
 
 _MANY = "prompt takes one prompt per request, got {}; send one request per prompt (they share the batch anyway)."
 

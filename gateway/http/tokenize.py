@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gateway import toolprompt
+from gateway.callforms import form_of
 from gateway.errors import ApiError, bad_request
 from gateway.http import common
 from gateway.http.jsonfields import Field, read, split
@@ -118,7 +118,8 @@ def tokenize(request: TokenizeRequest, model: ModelHandle) -> bytes:
         if request.prompt is not None:
             tokens = tokenizer.encode_text(request.prompt, prefix=request.add_special_tokens)
         else:
-            messages, _ = toolprompt.rendered(request.messages, (), native=tokenizer.knows_tools)
+            template = tokenizer.tool_template
+            messages, _ = form_of(template).laid_out(request.messages, (), template)
             segments = tokenizer.chat_segments(messages, add_generation_prompt=request.add_generation_prompt)
             tokens = tokenizer.encode_segments(segments)
     except (ChatTemplateError, EncodeError) as error:

@@ -17,7 +17,7 @@ from gateway.errors import bad_request
 from gateway.timed import unwrap
 from gateway.visit import rate_headers
 from policies.quota.limits import money
-from policies.spi import QuotaAccounts, UsageReports
+from policies.spi import UsageReports
 from policies.types import LimitStatus, Principal, UsageQuery
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ class UsageApi:
         principal = await parts.gatekeeper.authenticate(request.scope, policies)
         tenant = parts.tenants.get(principal.tenant)
         quota = unwrap(policies.quota)
-        accounts = tenant.accounts(principal)
-        limits = quota.status(accounts, now) if isinstance(quota, QuotaAccounts) else []
+        limits = await parts.gatekeeper.limits(tenant.accounts(principal), policies)
         body = {
             "object": "usage",
             "tenant": tenant.id,

@@ -5,6 +5,7 @@ Rules
   nobody else waits for a keeper that is frozen. Meanwhile it is asked for a sign of life.
 - What is owed (settlements) is kept until it is acknowledged, and said again whenever the keeper is there again: saying
   it twice does no harm. It is bounded by what was running.
+- Idempotency keys that were claimed are claimed again with every connection: a keeper that began anew hears of them.
 - A question whose connection ends fails with ConnectionError; nobody knows whether it was heard.
 """
 
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,8 @@ class Line:
         """Reserved from here, or asked for, and not settled: at what price."""
         self.owed: dict[JobId, tuple[Usage, int, float]] = {}
         """Settlements that were not acknowledged: what ran, what it cost, when it ended."""
+        self.claims: dict[str, tuple[str, float | None]] = {}
+        """Keys of requests that run here or were answered: the body, and with an answer until when it is kept."""
         self._client = secrets.token_hex(8)
         self._writer: asyncio.StreamWriter | None = None
         self._asked: dict[int, asyncio.Future[Any]] = {}
@@ -144,6 +148,7 @@ class Line:
             if kind != "hello":
                 raise ConnectionError(str(rest[0]) if kind == "refused" else "it does not greet")
             self._writer, self._told = writer, False
+            self._claim_again(writer)
             self._trust()
             while data := await reader.readline():
                 self._trust()
@@ -156,6 +161,13 @@ class Line:
                 if not answer.done():
                     answer.set_exception(ConnectionError("the connection to the keeper of the ledger ended"))
         raise ConnectionError("it hung up")
+
+    def _claim_again(self, writer: asyncio.StreamWriter) -> None:
+        now = time.monotonic()
+        for name, (body, until) in self.claims.items():
+            writer.write(wire.line("claim", 0, name, body, now))  # nobody waits for the answer
+            if until is not None:
+                writer.write(wire.line("keep", name, until))
 
     def _trust(self) -> None:
         if not self._trusted:

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from policies.quota import _ledger_wire as wire
+from policies.quota._key_claims import KeyClaims
 from policies.quota._ledger_file import LedgerError
 from policies.spi import PolicyUnavailableError
-from policies.types import DeviceTime, DeviceUse, Job, JobId, QuotaDecision, Usage
+from policies.types import DeviceTime, DeviceUse, Job, JobId, LimitStatus, QuotaAccount, QuotaDecision, Usage
 
 GRACE_S = 5.0
 FAREWELL_S = 2.0
@@ -52,17 +53,22 @@ class Keeper(Protocol):
         """As of ``UsageReports``."""
         ...
 
+    def status(self, accounts: tuple[QuotaAccount, ...], now: float) -> list[LimitStatus]:
+        """As of ``QuotaAccounts``."""
+        ...
+
     def end_leases(self, jobs: Iterable[JobId], now: float) -> None:
         """Free what these hold, as if their time were over."""
         ...
 
 
 class LedgerServer:
-    """Of one ledger. ``keeper`` may be replaced at any time."""
+    """Of one ledger. ``keeper`` may be replaced at any time. May listen again after its end: it knows who held what."""
 
-    def __init__(self, path: Path, keeper: Keeper) -> None:
+    def __init__(self, path: Path, keeper: Keeper, claims: KeyClaims) -> None:
         self.path = path
         self.keeper = keeper
+        self._claims = claims
         self._server: asyncio.Server | None = None
         self._held: dict[str, dict[JobId, None]] = {}
         """By client: what it has reserved and not settled."""
@@ -85,6 +91,8 @@ class LedgerServer:
             raise LedgerError(
                 f"{self.path}: cannot listen there ({error}); the path of a socket has at most 107 bytes"
             ) from None
+        for client in {*self._held, *self._here}:
+            self._miss(client)
 
     async def close(self) -> None:
         """Hang up; what is being written is finished first."""
@@ -140,8 +148,11 @@ class LedgerServer:
 
     def _left(self, client: str) -> None:
         self._here[client] -= 1
-        if self._server is None:
-            return
+        if self._server is not None:
+            self._miss(client)
+
+    def _miss(self, client: str) -> None:
+        """It has a while to come."""
         loop = asyncio.get_running_loop()
         self._timers = {timer for timer in self._timers if timer.when() > loop.time()}
         self._timers.add(loop.call_later(GRACE_S, self._gone, client))
@@ -149,6 +160,7 @@ class LedgerServer:
     def _gone(self, client: str) -> None:
         if not self._here.get(client):
             self._here.pop(client, None)
+            self._claims.gone(client)
             held = self._held.pop(client, {})
             if held:
                 _log.warning("a gateway left %d reservations behind: they are freed", len(held))
@@ -164,8 +176,25 @@ class LedgerServer:
         elif kind == "devices":
             number, jobs, use = rest
             self._do(number, self.keeper.devices_ran(*wire.devices_in(jobs, use)), writer)
-        elif kind == "started":
+        elif kind == "claim":
+            number, name, body, now = rest
+            claim = self._claims.claim(client, str(name), str(body), float(now))
+            writer.write(wire.line("done", number, claim))
+        elif kind == "status":
+            number, accounts, now = rest
+            status = self.keeper.status(wire.accounts_in(accounts), float(now))
+            writer.write(wire.line("done", number, wire.status_out(status)))
+        else:
+            self._hear(client, kind, rest, writer)
+
+    def _hear(self, client: str, kind: str, rest: list[Any], writer: asyncio.StreamWriter) -> None:
+        """What needs no answer, or only a sign of life."""
+        if kind == "started":
             self.keeper.started(JobId(str(rest[0])))
+        elif kind == "keep":
+            self._claims.keep(client, str(rest[0]), float(rest[1]))
+        elif kind == "release":
+            self._claims.release(client, str(rest[0]))
         elif kind == "ping":
             writer.write(wire.line("pong"))
         else:

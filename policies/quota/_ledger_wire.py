@@ -1,7 +1,8 @@
 """What is said between the gateway that keeps a ledger and those that ask it for quota: JSON arrays, one a line.
 
     asks    hello(version, client) · reserve(n, job, now) · settle(n, id, usage, cost, now)
-            devices(n, jobs, use) · started(id) · ping()
+            devices(n, jobs, use) · status(n, accounts, now) · claim(n, name, body, now)
+            started(id) · keep(name, until) · release(name) · ping()
     answers hello(version) · done(n, answer) · failed(n, text, retry_after_s) · refused(text) · pong()
 
 ``n`` numbers the questions of a connection. ``now`` is the monotonic clock, which all processes of a machine share. Of
@@ -11,7 +12,7 @@ a job goes along what the books look at: who, which model, how much; nothing of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from policies.types import (
     JobId,
     Limits,
     LimitState,
+    LimitStatus,
     QuotaAccount,
     QuotaDecision,
     TenantId,
@@ -31,7 +33,7 @@ from policies.types import (
     Usage,
 )
 
-VERSION = 1
+VERSION = 2
 MAX_LINE = 1 << 18
 """Bytes; a job's accounts are a few hundred."""
 _PLAIN = (
@@ -72,9 +74,7 @@ def parsed(data: bytes) -> tuple[str, list[Any]]:
 def job_out(job: Job) -> dict[str, Any]:
     """What the books look at."""
     found = {name: value for name in _PLAIN if (value := getattr(job, name)) is not None}
-    found["accounts"] = [
-        [account.level, account.tenant, account.name, _set(account.limits)] for account in accounts_of(job)
-    ]
+    found["accounts"] = accounts_out(accounts_of(job))
     if job.price is not None:
         found["price"] = asdict(job.price)
     return found
@@ -83,13 +83,33 @@ def job_out(job: Job) -> dict[str, Any]:
 def job_in(found: Mapping[str, Any]) -> Job:
     """The job again. Raises TypeError, KeyError, ValueError for what is none."""
     plain = {name: found[name] for name in _PLAIN if name in found}
-    accounts = tuple(
-        QuotaAccount(level, tenant, name, Limits(**{limit: int(limits[limit]) for limit in limits if limit in _LIMITS}))
-        for level, tenant, name, limits in found["accounts"]
-    )
+    accounts = accounts_in(found["accounts"])
     price = TokenPrice(**found["price"]) if "price" in found else None
     plain |= {"id": JobId(plain["id"]), "tenant": TenantId(plain["tenant"])}
     return Job(**plain, accounts=accounts, price=price)
+
+
+def accounts_out(accounts: Iterable[QuotaAccount]) -> list[Any]:
+    """Whose they are, and their limits."""
+    return [[account.level, account.tenant, account.name, _set(account.limits)] for account in accounts]
+
+
+def accounts_in(found: Iterable[Any]) -> tuple[QuotaAccount, ...]:
+    """The accounts again. Raises TypeError, ValueError for what are none."""
+    return tuple(
+        QuotaAccount(level, tenant, name, Limits(**{limit: int(limits[limit]) for limit in limits if limit in _LIMITS}))
+        for level, tenant, name, limits in found
+    )
+
+
+def status_out(limits: Iterable[LimitStatus]) -> list[Any]:
+    """Limits, with what is left."""
+    return [asdict(limit) for limit in limits]
+
+
+def status_in(found: Iterable[Any]) -> list[LimitStatus]:
+    """The limits again."""
+    return [LimitStatus(**limit) for limit in found]
 
 
 def decision_out(decision: QuotaDecision) -> dict[str, Any]:

@@ -23,13 +23,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from policies.quota import _ledger_reports as reports
-from policies.quota._account import Account, Instant
-from policies.quota._book import Book, Reservation, Settlement
-from policies.quota._ledger_file import LedgerFile, Options
-from policies.quota._ledger_server import Keeper, LedgerServer
-from policies.quota._ledger_wire import socket_of
-from policies.quota._ledger_writer import Item, Writer
-from policies.spi import Json, PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec, Shared
+from policies.quota._account import Instant
+from policies.quota._book import Reservation, Settlement
+from policies.quota._key_claims import OWN
+from policies.quota._ledger_file import Options
+from policies.quota._ledger_open import OpenLedger
+from policies.quota._ledger_writer import Item
+from policies.spi import Json, KeyClaim, PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec, Shared
 from policies.types import (
     DeviceTime,
     DeviceUse,
@@ -66,60 +66,6 @@ class LedgerConfig(PolicyConfig):
     """Other gateways on this machine count here too (``quota: {use: shared}``), by a socket beside the file."""
 
 
-class OpenLedger:
-    """A file and its books; shared by all policy instances that name it."""
-
-    def __init__(self, path: Path, wall: Callable[[], float]) -> None:
-        self.path = path
-        self.wall = wall
-        self.book = Book(0.0, keep_spent=True)
-        self.pending: dict[JobId, asyncio.Future[bool]] = {}
-        """Reservations whose rows are on their way."""
-        self.writer: Writer | None = None
-        self._server: LedgerServer | None = None
-
-    async def serve(self, keeper: Keeper | None) -> None:
-        """Let other gateways ask ``keeper``; None: nobody. Raises LedgerError."""
-        if keeper is None:
-            if self._server is not None:
-                server, self._server = self._server, None
-                await server.close()
-        elif self._server is None:
-            server = LedgerServer(socket_of(self.path), keeper)
-            await server.start()
-            self._server = server
-        else:
-            self._server.keeper = keeper
-
-    async def open(self, options: Options) -> None:
-        """Once. Raises LedgerError."""
-        if self.writer is None:
-            file, accounts = await asyncio.to_thread(self._opened, options, time.monotonic())
-            for account in accounts:
-                self.book.restore(account)
-            self.writer = Writer(file, wall=self.wall)
-            self.writer.start()
-
-    async def close(self) -> None:
-        """Write what is left and let go of the file. Raises RuntimeError when something could not be written."""
-        await self.serve(None)
-        if self.writer is not None:
-            writer, self.writer = self.writer, None
-            lost = await asyncio.to_thread(writer.stop)
-            if lost:
-                raise RuntimeError(f"{self.path}: {lost} rows could not be written before the end")
-
-    def put(self, item: Item) -> None:
-        """Have it written. Raises RuntimeError for a policy that was not started."""
-        if self.writer is None:
-            raise RuntimeError("the ledger is not open: call start() first")
-        self.writer.put(item)
-
-    def _opened(self, options: Options, now: float) -> tuple[LedgerFile, list[Account]]:
-        file = LedgerFile(self.path, options, self.wall())
-        return file, file.accounts(now, self.wall())
-
-
 class LedgerQuota:
     """See the module's rules. Deciding takes one event-loop turn; writing is the writer's thread's."""
 
@@ -149,21 +95,23 @@ class LedgerQuota:
             raise
         before, self._open = self._open, ledger
         try:
-            await ledger.serve(self if config.serve else None)
+            await ledger.join(self, serve=config.serve, lease_s=config.lease_s)
         except BaseException:
             self._open = before
             if self._shared.give_back(self._key):
                 await ledger.close()
             raise
         self._started = True
-        ledger.book.lease_s = config.lease_s
 
     async def close(self) -> None:
         """Let go; the last one closes the file."""
         if self._started:
             self._started = False
-            if self._shared.give_back(self._key):
-                await self._open.close()
+            try:
+                await self._open.leave(self)
+            finally:
+                if self._shared.give_back(self._key):
+                    await self._open.close()
 
     async def reserve(self, job: Job, now: float) -> QuotaDecision:
         """Take the most that ``job`` may cost from every account and write it down, or nothing.
@@ -244,6 +192,18 @@ class LedgerQuota:
         row = json.dumps(["settled", job_id, self._open.wall(), "ran", *what])  # nothing for one that is settled
         self._open.put(Item([row], must=True, done=done))
         return {"refunded": 0, "stored": await done}
+
+    async def claim(self, name: str, body: str, now: float) -> KeyClaim:
+        """Whose an idempotency key is (``_key_claims.py``)."""
+        return self._open.claims.claim(OWN, name, body, now)
+
+    def keep(self, name: str, until: float) -> None:
+        """It was answered here."""
+        self._open.claims.keep(OWN, name, until)
+
+    def release(self, name: str) -> None:
+        """Let go of it."""
+        self._open.claims.release(OWN, name)
 
     def end_leases(self, jobs: Iterable[JobId], now: float) -> None:
         """Free what these hold, as if their time were over; they may be settled later all the same."""

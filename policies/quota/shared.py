@@ -8,6 +8,7 @@ Rules
 - A gateway that dies holds nothing for longer than the keeper's grace (5 s). A keeper that died and came back knows
   nothing of what others had running: that holds no slots any more, and is in the reports when it is settled (budgets
   count it from the keeper's next start on).
+- An idempotency key belongs to one of them: the keeper has the list (``_key_claims.py``).
 - Instances of one process share one connection (``PolicyContext.shared``): a reload lets go of nothing.
 """
 
@@ -24,8 +25,19 @@ from policies.quota import _ledger_reports as reports
 from policies.quota import _ledger_wire as wire
 from policies.quota._ledger_line import Line
 from policies.quota.ledger import ledger_path
-from policies.spi import Json, PolicyConfig, PolicyContext, PolicySpec, PolicyUnavailableError, Shared
-from policies.types import DeviceTime, DeviceUse, Job, JobId, QuotaDecision, Usage, UsageQuery, UsageRow
+from policies.spi import Json, KeyClaim, PolicyConfig, PolicyContext, PolicySpec, PolicyUnavailableError, Shared
+from policies.types import (
+    DeviceTime,
+    DeviceUse,
+    Job,
+    JobId,
+    LimitStatus,
+    QuotaAccount,
+    QuotaDecision,
+    Usage,
+    UsageQuery,
+    UsageRow,
+)
 
 _START_WAIT_S = 3.0
 
@@ -102,6 +114,43 @@ class SharedQuota:
     def started(self, job_id: JobId) -> None:
         """The job left the queue."""
         self._line.tell("started", job_id)
+
+    async def look_up(self, accounts: tuple[QuotaAccount, ...], now: float) -> list[LimitStatus]:
+        """What the keeper says of these accounts. Raises PolicyUnavailableError while it does not answer."""
+        try:
+            answer = await self._line.ask("status", wire.accounts_out(accounts), now, timeout_s=self._timeout_s)
+        except (TimeoutError, ConnectionError):
+            raise self._away() from None
+        return wire.status_in(answer)
+
+    async def claim(self, name: str, body: str, now: float) -> KeyClaim:
+        """As the ledger's. Raises PolicyUnavailableError while the keeper does not answer."""
+        line = self._line
+        if not line.up:
+            raise self._away()
+        line.claims[name] = (body, None)
+        try:
+            found: KeyClaim = await line.ask("claim", name, body, now, timeout_s=self._timeout_s)
+        except BaseException as error:  # it may have been heard, also where nobody waits any more
+            self.release(name)
+            if isinstance(error, TimeoutError | ConnectionError):
+                raise self._away() from None
+            raise
+        if found != "ours":
+            line.claims.pop(name, None)
+        return found
+
+    def keep(self, name: str, until: float) -> None:
+        """As the ledger's."""
+        line = self._line
+        if name in line.claims:
+            line.claims[name] = (line.claims[name][0], until)
+            line.tell("keep", name, until)
+
+    def release(self, name: str) -> None:
+        """As the ledger's."""
+        if self._line.claims.pop(name, None) is not None:
+            self._line.tell("release", name)
 
     def writable(self) -> bool:
         """Whether the keeper answers."""

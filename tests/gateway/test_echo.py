@@ -8,8 +8,10 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.choices import ChoiceDelta, ScoredToken
 from gateway.echo import PromptScores
-from tests.gateway.harness import Site
+from gateway.http.openai import CompletionFormat
+from tests.gateway.harness import Settlements, Site
 from tests.gateway.tiny_tokenizer import tiny_tokenizer
 from workers.protocol import SequenceOutput, TokenLogprob
 
@@ -71,6 +73,64 @@ async def test_a_stream_tells_the_prompt_once_per_choice_and_first(shared: Site)
         offsets = [place for chunk in chunks if chunk.logprobs for place in chunk.logprobs.text_offset]
         assert offsets == whole.choices[index].logprobs.text_offset
         assert "".join(chunk.text for chunk in chunks) == whole.choices[index].text
+
+
+async def test_no_output_at_all_is_the_prompt_and_its_scores(shared: Site) -> None:
+    """As evaluation harnesses ask for the likelihood of a text; also as a stream, and several times over."""
+    quota = Settlements(shared)
+    for fields in ({"max_tokens": 0}, {"max_tokens": 0, "n": 2}, {"max_tokens": 0, "prompt": [72]}):
+        prompt: list[int] = fields.get("prompt", PROMPT)  # type: ignore[assignment]
+        whole = await complete(shared, **fields)
+        for choice in whole.choices:
+            assert choice.logprobs.token_logprobs == judged(prompt)
+            assert choice.text == "".join(choice.logprobs.tokens)
+            assert choice.finish_reason == "length"
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompt), 0)
+        chunks = [
+            chunk
+            async for chunk in await complete(shared, **fields, stream=True, stream_options={"include_usage": True})
+        ]
+        assert chunks[-1].usage == whole.usage
+        for choice in whole.choices:
+            said = [found for chunk in chunks for found in chunk.choices if found.index == choice.index]
+            assert [(one.text, one.finish_reason) for one in said] == [(choice.text, None), ("", "length")]
+            assert said[0].logprobs == choice.logprobs
+    quota.close()
+    assert {usage.output for usage in quota.usages} == {0}
+    plain = await complete(shared, max_tokens=0, logprobs=None)
+    assert (plain.choices[0].logprobs, plain.usage.completion_tokens) == (None, 0)
+    assert plain.choices[0].text == tiny_tokenizer().decode(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": False}, "max_tokens"),
+        ({"echo": False, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"best_of": 3}, "best_of"),
+        ({"min_tokens": 1}, "min_tokens"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+    ids=str,
+)
+async def test_no_output_needs_a_prompt_to_tell(shared: Site, fields: dict[str, Any], param: str) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, **fields}
+    refused = await shared.complete(**body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_choice_that_is_faster_than_the_prompt_waits_for_it() -> None:
+    """Where no blocks are shared each choice computes the prompt itself, and the one that scores it may be last."""
+    made = CompletionFormat(job_id="j", model="m", created=1, logprobs=0, echo="ab", scored_prompt=2)
+    first, second = ScoredToken(b"a", 0.0), ScoredToken(b"b", -1.0, (), 1)
+    assert made.chunks(ChoiceDelta(1, "x", 1, (ScoredToken(b"x", -2.0),))) == []
+    assert made.chunks(ChoiceDelta(0, prompt=(first,))) == []
+    chunks = made.chunks(ChoiceDelta(0, "y", 1, (ScoredToken(b"y", -3.0),), prompt=(second,)))
+    said = [(chunk["choices"][0]["index"], chunk["choices"][0]["text"]) for chunk in chunks]
+    assert said == [(1, "ab"), (1, "x"), (0, "ab"), (0, "y")]
+    told = [chunk["choices"][0]["logprobs"]["token_logprobs"] for chunk in chunks]
+    assert told == [[None, -1.0], [-2.0], [None, -1.0], [-3.0]]
 
 
 async def test_one_token_text_and_the_best_of_several(shared: Site) -> None:

@@ -47,6 +47,10 @@ class Model:
     tokenizer: Any = field(default=TOKENIZER)
     directory: Path | None = None
 
+    def offers(self, endpoint: str) -> bool:
+        """An engine's."""
+        return endpoint != "embeddings"
+
 
 @pytest.fixture
 async def intake() -> AsyncIterator[Intake]:

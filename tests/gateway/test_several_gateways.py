@@ -3,13 +3,96 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.harness import BASE, running, until
+import httpx
+
+from gateway.timed import unwrap
+from tests.gateway.harness import BASE, Site, running, token, until
 from workers.testing import Echo
 
 CAPPED: dict[str, Any] = {"tenants": [{"id": "alpha", "limits": {"tokens_per_day": 600}}, {"id": "beta"}]}
+
+
+STATUSES = {200, 409, 503}
+
+
+@contextlib.asynccontextmanager
+async def several(folder: Path, count: int, echo: Echo, tenants: dict[str, Any]) -> AsyncIterator[list[Site]]:
+    """So many gateways on one ledger, which the first one keeps."""
+    async with contextlib.AsyncExitStack() as stack:
+        sites = []
+        for place in range(count):
+            quota: dict[str, Any] = {"use": "shared", "with": {"timeout_s": 20.0}}
+            if not place:
+                quota = {"use": "ledger", "with": {"serve": True}}
+            settings = {**tenants, "state": {"path": str(folder / "state")}}
+            settings["policies"] = {**BASE["policies"], "quota": quota}
+            (folder / str(place)).mkdir()
+            site = await stack.enter_async_context(running(folder / str(place), settings, echo=echo))
+            if place:
+                live = site.gateway.parts.runtime.current.quota
+                await until(live.writable, "it is connected")  # type: ignore[attr-defined]
+            sites.append(site)
+        yield sites
+
+
+async def send(site: Site, key: str, **body: Any) -> httpx.Response:
+    return await site.complete(headers={"idempotency-key": key}, **{"max_tokens": 20, **body})
+
+
+async def test_a_key_runs_once_over_three_gateways(tmp_path: Path) -> None:
+    """security 75: the same key 50 times at once; one generation, one charge, replays or 409; another body is 422."""
+    async with several(tmp_path, 3, Echo(step_s=0.005), {"tenants": [{"id": "alpha"}]}) as sites:
+        body: dict[str, Any] = {"prompt": [60, 61, 62], "ignore_eos": True}
+        answers = await asyncio.gather(*(send(sites[i % 3], "one", **body) for i in range(50)))
+        good = [answer for answer in answers if answer.status_code == 200]
+        assert good
+        assert len({answer.json()["id"] for answer in good}) == 1
+        assert [answer.headers.get("x-forebay-replayed") for answer in good].count(None) == 1
+        for answer in answers:
+            assert answer.status_code in STATUSES
+            if answer.status_code == 409:
+                assert answer.json()["error"]["code"] == "idempotency_key_elsewhere"
+                assert answer.headers["retry-after"] == "1"
+            elif answer.status_code == 503:  # it had joined one that was told no
+                assert answer.json()["error"]["code"] == "replay_lost"
+        later = [await send(site, "one", **body) for site in sites]
+        assert sorted(answer.status_code for answer in later) == [200, 409, 409]
+        assert [(await send(site, "one", **{**body, "max_tokens": 3})).status_code for site in sites] == [422] * 3
+        for site in sites:
+            await site.at_rest()
+        report = (await sites[2].admin.get("/admin/usage")).json()
+        assert (report["total"]["requests"], report["total"]["output_tokens"]) == (1, 20)
+
+
+async def test_a_key_is_free_everywhere_after_a_failure(tmp_path: Path) -> None:
+    tenants = {"tenants": [{"id": "alpha", "limits": {"max_output_tokens": 30}}]}
+    async with several(tmp_path, 2, Echo(), tenants) as (one, two):
+        refused = await send(one, "k", prompt=[60], max_tokens=31)
+        assert refused.status_code == 400
+        assert (await send(two, "k", prompt=[60])).status_code == 200
+        assert (await send(one, "k", prompt=[60])).status_code == 409
+
+
+async def test_what_is_left_is_told_by_every_gateway(tmp_path: Path) -> None:
+    tenants = {"tenants": [{"id": "alpha", "limits": {"tokens_per_day": 1000, "concurrent": 5}}]}
+    async with several(tmp_path, 2, Echo(), tenants) as sites:
+        answer = await sites[1].complete(prompt=[60] * 10, max_tokens=20, ignore_eos=True)
+        assert answer.status_code == 200
+        caller = {"authorization": f"Bearer {token('alpha')}"}
+        for site in sites:
+            own = await site.http.get("/v1/usage", headers=caller)
+            limits = {limit["limit"]: limit["remaining"] for limit in own.json()["limits"]}
+            assert limits == {"concurrent": 5, "tokens_per_day": 970}
+        line = unwrap(sites[1].gateway.parts.runtime.current.quota)._line
+        line._run.cancel()
+        await until(lambda: not line.up, "it has hung up")
+        told = await sites[1].http.get("/v1/usage", headers=caller)
+        assert (told.status_code, told.json()["error"]["code"]) == (503, "quota_unavailable")
 
 
 async def test_twenty_calls_at_each_of_two_gateways_pass_one_cap(tmp_path: Path) -> None:

@@ -11,16 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.toolbox import ToolCall
-from gateway.toolcalls import CallPiece, CallReader, whole_calls
+from gateway.toolcalls import CallPiece, CallReader, TaggedCalls, whole_calls
 
 
 def written(name: str = "f", **arguments: Any) -> str:
     return ToolCall("", name, json.dumps(arguments)).text()
 
 
-def streamed(text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]], CallReader]:
+def streamed(
+    text: str, cuts: list[int], reader: CallReader | None = None
+) -> tuple[str, list[tuple[str, str]], CallReader]:
     """Content and calls (name, arguments) of ``text`` fed in pieces; names come first and once."""
-    reader = CallReader()
+    reader = reader or TaggedCalls()
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     pieces = [text[a:b] for a, b in pairwise(places)]
     content = ""
@@ -55,7 +57,7 @@ TEXTS = [
 @given(cuts=st.lists(st.integers(0, 300), max_size=12))
 def test_the_pieces_do_not_depend_on_the_cuts(text: str, cuts: list[int]) -> None:
     content, calls, reader = streamed(text, cuts)
-    whole, expected = whole_calls(CallReader(), text)
+    whole, expected = whole_calls(TaggedCalls(), text)
     assert content == whole
     assert calls == [(call.name, call.arguments) for call in expected]
     one_by_one = streamed(text, list(range(len(text))))
@@ -65,7 +67,7 @@ def test_the_pieces_do_not_depend_on_the_cuts(text: str, cuts: list[int]) -> Non
 
 def test_calls_and_content_are_told_apart() -> None:
     text = "Let me see.\n" + written("look", at="}\n</tool_call>") + "\n" + written("stay")
-    content, calls = whole_calls(reader := CallReader(), text)
+    content, calls = whole_calls(reader := TaggedCalls(), text)
     assert content == "Let me see."
     assert calls == [CallPiece(0, "look", '{"at": "}\\n</tool_call>"}'), CallPiece(1, "stay", "{}")]
     assert reader.called
@@ -82,13 +84,13 @@ def test_calls_and_content_are_told_apart() -> None:
     ],
 )
 def test_what_was_cut_short_is_no_call(text: str, content: str, calls: list[CallPiece]) -> None:
-    reader = CallReader()
+    reader = TaggedCalls()
     assert whole_calls(reader, text) == (content, calls)
     assert not reader.called
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_mark() -> None:
-    reader = CallReader()
+    reader = TaggedCalls()
     assert reader.feed("Hello <").content == "Hello"
     assert reader.feed("b>").content == " <b>"
     assert reader.feed('<tool_call>\n{"name": "f", "arg').calls == ()

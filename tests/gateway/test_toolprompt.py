@@ -50,8 +50,8 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def test_who_knows_tools(native: Tokenizer) -> None:
-    assert native.knows_tools
-    assert not tiny_tokenizer().knows_tools
+    assert native.tool_template == NATIVE
+    assert tiny_tokenizer().tool_template == ""
 
 
 def test_described_for_a_template_without_tools() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,9 @@ from tests.workers import tiny_tokenizer
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, CONTEXT = 32, 4, 2, 8, 48, 1024, 512
 
 
-def write(directory: Path) -> Path:
-    """Write weights, config and tokenizer."""
-    tiny_tokenizer.write(directory)
+def write(directory: Path, template: str = tiny_tokenizer.CHATML, special: Sequence[str] = ()) -> Path:
+    """Write weights, config and tokenizer, which may have another template and more control tokens."""
+    tiny_tokenizer.write(directory, template, special=special)
     random = np.random.default_rng(7)
 
     def weight(*shape: int) -> np.ndarray:

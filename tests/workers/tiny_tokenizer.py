@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ CORPUS = [
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def write(directory: Path, template: str | None = CHATML, **config: Any) -> Path:
-    """Write the files of a model that has this tokenizer. ``config`` goes into ``tokenizer_config.json``."""
+def write(directory: Path, template: str | None = CHATML, *, special: Sequence[str] = (), **config: Any) -> Path:
+    """Write the files of a model that has this tokenizer, and more control tokens (``special``).
+
+    ``config`` goes into ``tokenizer_config.json``.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,6 +40,7 @@ def write(directory: Path, template: str | None = CHATML, **config: Any) -> Path
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("    ", special=False)])
+    tokenizer.add_special_tokens(list(special))
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}, **config}

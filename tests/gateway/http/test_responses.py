@@ -10,6 +10,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import TypeAdapter
 
+from gateway.callforms import TAGGED, Calls
 from gateway.choices import ChoiceDelta, ScoredToken
 from gateway.errors import ApiError, shed
 from gateway.http.common import FIELDS as COMMON
@@ -17,7 +18,7 @@ from gateway.http.openai import collect
 from gateway.http.response_output import Output
 from gateway.http.responses import FIELDS, UNSUPPORTED, ResponsesFormat, parse_responses
 from gateway.http.schemas import Message, parse_chat
-from gateway.toolbox import ARGUMENTS, CLOSE, NAME, OPEN, ToolCall
+from gateway.toolbox import ARGUMENTS, CLOSE, NAME, OPEN, Toolbox, ToolCall
 from policies.types import Usage
 from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Site, events, token
@@ -379,7 +380,7 @@ async def test_the_official_client_raises_what_breaks_a_stream(start: Start) -> 
 async def test_text_behind_a_call_is_a_message_of_its_own(step: int) -> None:
     """No grammar of ours lets it pass, but an upstream may write anything."""
     call = f"{OPEN}{NAME}f{ARGUMENTS}{{}}{CLOSE}"
-    text, output = f"hi{call}later{call}", Output("1", calls=True)
+    text, output = f"hi{call}later{call}", Output("1", Calls(Toolbox(()), lambda: TAGGED))
     for begin in range(0, len(text), step):
         list(output.take(ChoiceDelta(0, text[begin : begin + step])))
     list(output.take(ChoiceDelta(0, finish="stop")))

@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.gateway.harness import MODEL, Site, token, until
+from tests.gateway.tool_templates import MISTRAL_LISTED, MISTRAL_TOKENS
 from tests.plugins.openai_upstream.conftest import Front, upstream
 from tests.plugins.openai_upstream.scripted import Exchange, Scripted, scripted, stream
+from tests.workers import tiny_tokenizer
+from workers.testing import Echo
 
 
 async def good(exchange: Exchange) -> None:
@@ -241,3 +245,44 @@ async def test_when_all_turn_it_away_the_caller_hears_so(front: Front, streamed:
             assert (answer.status_code, answer.headers["retry-after"]) == (429, "9")
             assert counts(found) == [1, 1]
             await site.at_rest()
+
+
+async def test_calls_are_read_in_the_form_of_the_pool_that_answers(front: Front, tmp_path: Path) -> None:
+    """The model's own workers speak Mistral's form and fail; its server's calls come as everybody's do."""
+
+    async def calling(exchange: Exchange) -> None:
+        await exchange.head()
+        begun = {"index": 0, "id": "x", "type": "function", "function": {"name": "stay", "arguments": '{"for": '}}
+        await exchange.event({"choices": [{"index": 0, "delta": {"content": "Well.", "tool_calls": None}}]})
+        await exchange.event({"choices": [{"index": 0, "delta": {"tool_calls": [begun]}}]})
+        more = {"index": 0, "function": {"arguments": '"[TOOL_CALLS]"}'}}
+        await exchange.event(
+            {"choices": [{"index": 0, "delta": {"tool_calls": [more]}, "finish_reason": "tool_calls"}]}
+        )
+        await exchange.event("[DONE]")
+        exchange.close()
+
+    tool = {"type": "function", "function": {"name": "stay", "parameters": {"type": "object"}}}
+    source = tiny_tokenizer.write(tmp_path / "mistral", MISTRAL_LISTED, special=MISTRAL_TOKENS)
+    (source / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    async with servers(calling) as (server,):
+        pools = [{"name": "own", "launch": {"use": "echo", "count": 1}, "engine": {"blocks": 64}}, pool(server, "far")]
+        models = [{"name": MODEL, "source": str(source), "pools": pools}]
+        async with front(changes={"models": models}, echo=Echo(fail_with="internal", max_context=512)) as site:
+            await ready(site, 2)
+            client = site.client()
+            tried = 0
+            for streamed in (True, False) * 4:
+                body: dict[str, Any] = {"messages": [{"role": "user", "content": "Stay?"}], "tools": [tool]}
+                if streamed:
+                    async with client.chat.completions.stream(model=MODEL, max_tokens=40, **body) as stream:
+                        choice: Any = (await stream.get_final_completion()).choices[0]
+                else:
+                    choice = (await client.chat.completions.create(model=MODEL, max_tokens=40, **body)).choices[0]
+                [call] = choice.message.tool_calls
+                assert (choice.message.content, choice.finish_reason) == ("Well.", "tool_calls")
+                assert (call.function.name, call.function.arguments) == ("stay", '{"for": "[TOOL_CALLS]"}')
+                assert call.id.startswith("call_")
+                tried += 1
+            assert len(server.requests) == tried
+            assert await site.metric("forebay_route_decisions_total") > tried, "some were at its own worker first"

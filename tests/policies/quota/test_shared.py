@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from policies.quota import _ledger_server, _ledger_wire
+from policies.quota import _key_claims, _ledger_server, _ledger_wire
+from policies.quota._key_claims import KeyClaims
 from policies.quota._ledger_file import LedgerError, LedgerFile
 from policies.quota._ledger_wire import decision_in, decision_out, job_in, job_out, socket_of
 from policies.quota.ledger import LedgerConfig, LedgerQuota
@@ -106,10 +108,11 @@ async def test_all_see_the_same_figures_at_once(tmp_path: Path) -> None:
         assert (await one.reserve(job("x", 50, 50, tokens_per_month=100), 0.0)).admitted
         figures = await one.settle(JobId("x"), Charge(50, 0, 50), 0.0)
         assert figures["stored"] is True
-        for quota in (own, one, two):
+        everybody: tuple[LedgerQuota | SharedQuota, ...] = (own, one, two)
+        for quota in everybody:
             refused = await quota.reserve(job("y", 1, 1, tokens_per_month=100), 0.0)
             assert (refused.admitted, refused.limit) == (False, "tokens_per_month")
-        for place, quota in enumerate((own, one, two)):
+        for place, quota in enumerate(everybody):
             assert (await quota.reserve(job(f"z{place}", 1, 1, tokens_per_month=200), 0.0)).admitted
 
 
@@ -403,3 +406,134 @@ async def test_a_disk_that_answers_nothing_ends_no_writer(tmp_path: Path, monkey
         assert (await own.reserve(job("z"), 0.0)).admitted
         await own.settle(JobId("z"), Charge(1, 0, 1), 0.0)
         assert sum(row.requests for row in await own.usage(EVER)) == 2
+
+
+# Reloads and their rollback -------------------------------------------------------------------------------------------
+
+
+async def test_a_reload_that_is_rolled_back_leaves_the_ledger_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new instance was started (it serves nobody, and leases are short), then another policy would not start."""
+    monkeypatch.setattr(_ledger_server, "GRACE_S", 0.05)
+    shared = Shared()
+    async with keeper(tmp_path, shared, lease_s=500.0) as own, replica(tmp_path) as one, replica(tmp_path) as gone:
+        now = time.monotonic()
+        assert (await gone.reserve(job("left", concurrent=2), now)).admitted
+        candidate = LedgerQuota(tmp_path / "ledger.db", LedgerConfig(serve=False, lease_s=7.0), shared=shared)
+        await candidate.start()
+        await until(lambda: not one.writable(), "nobody is served meanwhile")
+        gone._line._run.cancel()  # type: ignore[union-attr]  # its process is gone before it could come back
+        await candidate.close()
+        await until(one.writable, "it is served again")
+        assert own._open.book.lease_s == 500.0
+        assert (await one.reserve(job("x", concurrent=2), now)).admitted
+        await until(lambda: own.concurrent(TenantId("a")) == 1, "what nobody came back for is free")
+
+
+async def test_the_instance_that_was_started_last_decides_and_hands_over(tmp_path: Path) -> None:
+    """A reload that holds: the old instance goes later, and takes nothing with it."""
+    shared = Shared()
+    old = LedgerQuota(tmp_path / "ledger.db", LedgerConfig(serve=True), shared=shared)
+    await old.start()
+    async with keeper(tmp_path, shared, lease_s=60.0) as new, replica(tmp_path) as one:
+        await old.close()
+        assert (await one.reserve(job("x"), 0.0)).admitted
+        assert one.writable()
+        assert new._open.book.lease_s == 60.0
+
+
+async def test_a_candidate_that_cannot_listen_changes_nothing(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    shared = Shared()
+    old = LedgerQuota(deep / "ledger.db", LedgerConfig(), shared=shared)
+    await old.start()
+    candidate = LedgerQuota(deep / "ledger.db", LedgerConfig(serve=True), shared=shared)
+    with pytest.raises(LedgerError, match="at most 107 bytes"):
+        await candidate.start()
+    assert (await old.reserve(job("x"), 0.0)).admitted
+    await old.close()
+
+
+# What is left ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_replica_tells_what_is_left_as_the_keeper_does(tmp_path: Path) -> None:
+    account = QuotaAccount("tenant", TenantId("a"), "a", Limits(concurrent=4, tokens_per_month=1000))
+    async with keeper(tmp_path) as own, replica(tmp_path) as one:
+        now = time.monotonic()
+        assert (await one.reserve(job("x", 50, 50, concurrent=4, tokens_per_month=1000), now)).admitted
+        told = await one.look_up((account,), now)
+        for ours, theirs in zip(told, own.status((account,), now), strict=True):
+            assert ours == replace(theirs, reset_s=ours.reset_s)
+            assert ours.reset_s == pytest.approx(theirs.reset_s, abs=SLOW)
+        assert {status.limit: status.remaining for status in told} == {"concurrent": 3, "tokens_per_month": 900}
+    async with replica(tmp_path, alone=True, timeout_s=0.1) as late:
+        with pytest.raises(PolicyUnavailableError):
+            await late.look_up((account,), now)
+
+
+# Idempotency keys -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_key_belongs_to_one_gateway(tmp_path: Path) -> None:
+    """security 75: whoever asks first has it, until it lets go; the body decides what the others are told."""
+    async with keeper(tmp_path) as own, replica(tmp_path) as one, replica(tmp_path) as two:
+        now = time.monotonic()
+        found = await asyncio.gather(*(quota.claim("k", "body", now) for quota in (one, two, own)))
+        assert sorted(found) == ["elsewhere", "elsewhere", "ours"]
+        holder = (one, two, own)[found.index("ours")]
+        others = [quota for quota in (one, two, own) if quota is not holder]
+        for quota in others:
+            quota.release("k")  # not theirs
+            assert await quota.claim("k", "other", now) == "other_body"
+        holder.keep("k", now + 60)
+        for quota in others:
+            assert await quota.claim("k", "body", now + 59) == "elsewhere"
+        assert await others[0].claim("k", "body", now + 61) == "ours", "its answer is not kept any more"
+        others[0].release("k")
+        assert await others[1].claim("k", "other", now) == "ours"
+
+
+async def test_keys_of_a_gateway_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ran there may run again: it was not charged. What was answered there may not."""
+    monkeypatch.setattr(_ledger_server, "GRACE_S", 0.05)
+    now = time.monotonic()
+    async with keeper(tmp_path) as own, replica(tmp_path) as one:
+        for name in ("ran", "answered"):
+            assert await one.claim(name, "body", now) == "ours"
+        one.keep("answered", now + 600)
+        await until(lambda: own._open.claims._claims["answered"].until is not None, "the keeper has heard of it")
+        one._line._run.cancel()  # type: ignore[union-attr]
+        await until(lambda: len(own._open.claims) == 1, "it is gone")
+        assert await own.claim("ran", "body", now) == "ours"
+        assert await own.claim("answered", "body", now) == "elsewhere"
+
+
+async def test_keys_are_told_to_a_keeper_that_began_anew(tmp_path: Path) -> None:
+    now = time.monotonic()
+    async with replica(tmp_path, alone=True) as one:
+        with pytest.raises(PolicyUnavailableError):
+            await one.claim("k", "body", now)
+        async with keeper(tmp_path):
+            await until(one.writable, "it is there")
+            assert await one.claim("k", "body", now) == "ours"
+            assert await one.claim("kept", "body", now) == "ours"
+            one.keep("kept", now + 600)
+        await until(lambda: not one.writable(), "it is gone")
+        async with keeper(tmp_path) as again:
+            await until(lambda: len(again._open.claims) == 2, "it knows the keys")
+            assert await again.claim("k", "body", now) == "elsewhere"
+            assert await again.claim("kept", "body", now + 601) == "ours"
+
+
+def test_the_list_of_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_key_claims, "MAX_NAMES", 3)
+    claims = KeyClaims()
+    assert [claims.claim("a", name, "b", 0.0) for name in ("1", "2", "3")] == ["ours"] * 3
+    claims.keep("a", "2", 10.0)
+    assert claims.claim("a", "4", "b", 5.0) == "ours"
+    assert claims.claim("b", "1", "b", 5.0) == "elsewhere", "what runs stays, answers go first"
+    assert claims.claim("b", "5", "b", 5.0) == "ours"
+    assert len(claims) == 3
