@@ -91,7 +91,8 @@ class Bare(CallForm):
 
     def fits(self, template: str) -> bool:
         """As its base."""
-        return "<|start_header_id|>" in template and BARE[1].removeprefix('", ') in template
+        parts = ("<|start_header_id|>", "tool_calls", BARE[1].removeprefix('", '))
+        return all(part in template for part in parts)
 
     def laid_out(self, messages: Sequence[Message], tools: Sequence[Tool], template: str) -> tuple[Messages, Documents]:
         """As its base."""

@@ -8,6 +8,7 @@ system message, calls become text of the assistant, and results text of the user
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -44,15 +45,15 @@ def as_they_are(messages: Sequence[Message]) -> Messages:
 def one_by_one(messages: Sequence[Message]) -> Messages:
     """For a template that knows messages of one call and no text: each call in its own, with its result behind it."""
     laid: list[Message] = []
-    results: list[Message] = []
-    """Those that follow the message before, and whose call has not been laid."""
-    for place, message in enumerate(messages):
-        if message.role == "tool" and results:
-            continue
+    left = deque(messages)
+    while left:
+        message = left.popleft()
         if not message.tool_calls:
             laid.append(message)
             continue
-        results = _results(messages, place + 1)
+        results: list[Message] = []
+        while left and left[0].role == "tool":
+            results.append(left.popleft())
         if message.content:
             laid.append(replace(message, tool_calls=()))
         for call in message.tool_calls:
@@ -85,13 +86,6 @@ def short_named(messages: Sequence[Message], name: Callable[[str], str], *, syst
         laid[asked] = replace(question, content=f"{first.content}\n\n{question.content}")
         del laid[0]
     return as_they_are(laid)
-
-
-def _results(messages: Sequence[Message], start: int) -> list[Message]:
-    end = start
-    while end < len(messages) and messages[end].role == "tool":
-        end += 1
-    return list(messages[start:end])
 
 
 def described(messages: Sequence[Message], tools: Sequence[Tool]) -> Messages:

@@ -39,8 +39,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = []
     for name in FORMS:
         template, special = tool_templates.ALL[name]
-        source = tiny_model.write(folder / name, template, special)
-        engine = {"device": "cpu", "dtype": "float32", "blocks": 64, "threads": 1, "max_running": 4}
+        source = tiny_model.write(folder / name, template, special, context=2048)
+        engine = {"device": "cpu", "dtype": "float32", "blocks": 512, "threads": 1, "max_running": 4}
         models.append({"name": name, "source": str(source), "pools": [{"name": f"p-{name}", "engine": engine}]})
     with serving(folder, {"models": models}) as running:
         running.wait_ready()

@@ -212,6 +212,15 @@ def test_several_calls_where_the_form_has_them(models: dict[str, Model], name: s
         assert answer(model, two) == ("", [("stay", {"for": "now"})] * 2)
 
 
+@pytest.mark.parametrize("name", NATIVE)
+def test_many_tools_with_long_names_still_compile(models: dict[str, Model], name: str) -> None:
+    names = [f"{place:03}-{'x' * 60}" for place in range(128)]
+    tools = [{"type": "function", "function": {"name": one, "parameters": {"type": "object"}}} for one in names]
+    text = STAY_NOW[name].replace("stay", names[77])
+    assert allows(models[name], text, tools=tools)
+    assert allows(models[name], "hello", tools=tools)
+
+
 @pytest.mark.parametrize("name", [*MISTRAL, "qwen"])
 def test_text_may_come_before_a_call(models: dict[str, Model], name: str) -> None:
     model = models[name]
@@ -347,6 +356,12 @@ def test_a_conversation_with_calls_of_another_model_goes_in(models: dict[str, Mo
     if name in MISTRAL:
         assert short_name("call_a") in text
         assert "call_a" not in text
+
+
+def test_llama_gets_results_that_answer_nothing(models: dict[str, Model]) -> None:
+    stray = {"role": "tool", "tool_call_id": "call_a", "content": "astray"}
+    text = prompt(models["llama"], chat([*TALK, {"role": "user", "content": "And?"}, stray]))
+    assert text.index("And?") < text.index("astray")
 
 
 def test_llama_gets_each_call_with_its_result(models: dict[str, Model]) -> None:

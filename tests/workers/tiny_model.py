@@ -14,7 +14,9 @@ from tests.workers import tiny_tokenizer
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, CONTEXT = 32, 4, 2, 8, 48, 1024, 512
 
 
-def write(directory: Path, template: str = tiny_tokenizer.CHATML, special: Sequence[str] = ()) -> Path:
+def write(
+    directory: Path, template: str = tiny_tokenizer.CHATML, special: Sequence[str] = (), context: int = CONTEXT
+) -> Path:
     """Write weights, config and tokenizer, which may have another template and more control tokens."""
     tiny_tokenizer.write(directory, template, special=special)
     random = np.random.default_rng(7)
@@ -47,7 +49,7 @@ def write(directory: Path, template: str = tiny_tokenizer.CHATML, special: Seque
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "vocab_size": VOCAB,
