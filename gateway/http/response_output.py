@@ -123,8 +123,8 @@ class Output:
         for shown in self._read(delta):
             if shown.content or self._calls is None:
                 yield from self._say(shown.content)
-            for piece in shown.calls if self._calls is not None else ():
-                yield from self._call(piece, self._calls)
+            for piece in shown.calls:
+                yield from self._call(piece)
         if delta.finish is not None:
             self.finish = delta.finish
             if not self._items:
@@ -161,10 +161,11 @@ class Output:
         self._scored = self._scored[len(due) :]
         return due
 
-    def _call(self, piece: CallPiece, calls: Calls) -> Iterator[Event]:
+    def _call(self, piece: CallPiece) -> Iterator[Event]:
         if piece.name is not None:
+            assert self._calls is not None
             yield from self._close("completed")
-            name = calls.call_id(f"resp_{self._job}", 0, piece.index)
+            name = self._calls.call_id(f"resp_{self._job}", 0, piece.index)
             yield from self._open(Call(f"fc_{self._job}_{piece.index}", name, piece.name))
         if piece.arguments:
             self._items[-1].pieces.append(piece.arguments)

@@ -266,7 +266,8 @@ async def test_calls_are_read_in_the_form_of_the_pool_that_answers(front: Front,
     source = tiny_tokenizer.write(tmp_path / "mistral", MISTRAL_LISTED, special=MISTRAL_TOKENS)
     (source / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     async with servers(calling) as (server,):
-        pools = [{"name": "own", "launch": {"use": "echo", "count": 1}, "engine": {"blocks": 64}}, pool(server, "far")]
+        pools = [{"name": "own", "launch": {"use": "echo", "count": 1}, "engine": {"blocks": 64}}]
+        pools.append(pool(server, "far", fallback=["lost"]))
         models = [{"name": MODEL, "source": str(source), "pools": pools}]
         async with front(changes={"models": models}, echo=Echo(fail_with="internal", max_context=512)) as site:
             await ready(site, 2)
