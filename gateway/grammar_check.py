@@ -3,7 +3,8 @@
 Rules
 - Asked before admission and quota: a schema that does not compile costs its caller a 400 and nobody anything else.
 - A child answers one question at a time. One that overran, died or was left in the middle of a question is killed and
-  replaced, so a question never gets another's answer.
+  replaced, so a question never gets another's answer. One that was gone before it had read a question costs nobody
+  anything: the next one is asked.
 - A tenant has one question under way at most: slow schemas of one delay nobody else's while a child is free.
 - Answers are remembered, at most ``REMEMBERED``, by digest: no schema is kept. Children start with the first question.
 - Only the event loop touches this.
@@ -33,6 +34,8 @@ COMPILE_S = 1.0
 LOAD_S = 30.0
 """How long a child may take to start and to read a model's vocabulary."""
 REMEMBERED = 4096
+ATTEMPTS = 2
+"""Children that are asked the same, where one is lost."""
 COMMAND = (sys.executable, "-m", "workers.grammar_child")
 
 _log = log.get("grammar")
@@ -40,6 +43,10 @@ _log = log.get("grammar")
 
 class GrammarRefusedError(Exception):
     """The grammar cannot be used; the text says why and is fit for the caller."""
+
+
+class _LostError(Exception):
+    """A child is gone, and has not read its question."""
 
 
 class GrammarCheck:
@@ -78,18 +85,24 @@ class GrammarCheck:
             await _end(child)
 
     async def _ask(self, grammar: str, model_dir: Path) -> str | None:
-        """One question to one child: why not, or None."""
-        child = self._idle.pop() if self._idle else await self._start()
+        """One question: why not, or None."""
+        question = json.dumps({"directory": str(model_dir), "grammar": grammar}).encode() + b"\n"
+        for _ in range(ATTEMPTS):
+            child = self._idle.pop() if self._idle else await self._start()
+            with contextlib.suppress(_LostError):
+                return await self._answer(child, question)
+        raise _gone()
+
+    async def _answer(self, child: Process, question: bytes) -> str | None:
+        """What one child says. Raises _LostError when it is gone without having begun."""
         answered = False
         try:
             assert child.stdin is not None
             assert child.stdout is not None
-            question = json.dumps({"directory": str(model_dir), "grammar": grammar})
             async with asyncio.timeout(LOAD_S):
-                child.stdin.write(question.encode() + b"\n")
-                await child.stdin.drain()
+                await _tell(child.stdin, question)
                 if await child.stdout.readline() != b"loaded\n":
-                    raise _gone()
+                    raise _LostError
             try:
                 async with asyncio.timeout(self._compile_s):
                     line = await child.stdout.readline()
@@ -117,6 +130,14 @@ class GrammarCheck:
         except OSError as error:
             _log.error("grammar_child_failed", failure=log.describe(error))
             raise _gone() from None
+
+
+async def _tell(stdin: asyncio.StreamWriter, question: bytes) -> None:
+    try:
+        stdin.write(question)
+        await stdin.drain()
+    except (ConnectionError, RuntimeError) as error:  # the second from uvloop, for a pipe that is closed already
+        raise _LostError from error
 
 
 def _gone() -> ApiError:

@@ -140,3 +140,16 @@ async def test_closing_ends_the_children(model: Path) -> None:
     await check.close()
     assert not alive(child.pid)
     await check.close()
+
+
+async def test_a_child_that_died_while_it_was_idle_costs_nobody_anything(model: Path) -> None:
+    """As where the machine ran out of memory: the next question starts another."""
+    check = GrammarCheck()
+    await check.check(json_text({"const": 1}), model, "acme")
+    [child] = check._idle
+    child.kill()
+    await child.wait()
+    await check.check(json_text({"const": 2}), model, "acme")
+    [other] = check._idle
+    assert other.pid != child.pid
+    await check.close()
