@@ -38,7 +38,7 @@ def problems(settings: Settings, registry: Registry) -> list[Mistake]:
 
 
 def on_disk(settings: Settings, base_dir: Path) -> list[Mistake]:
-    """Model sources that are not there, and caches that hold less than one request."""
+    """Model sources, adapters and folders that are not there, and caches that hold less than one request."""
     found: list[Mistake] = []
     for i, model in enumerate(settings.models):
         if model.source is None:
@@ -49,17 +49,32 @@ def on_disk(settings: Settings, base_dir: Path) -> list[Mistake]:
             found.append(Mistake(("models", i, "source"), str(error)))
             continue
         for j, pool in enumerate(model.pools):
-            for k, adapter in enumerate(pool.engine.adapters):
-                try:
-                    folder_of(adapter.source, base_dir)
-                except AdapterError as error:
-                    found.append(Mistake(("models", i, "pools", j, "engine", "adapters", k, "source"), str(error)))
+            found += _beside(("models", i, "pools", j, "engine"), pool.engine, base_dir)
         if files is None:  # bundled, and not fetched yet
             continue
         for j, pool in enumerate(model.pools):
             if problem := _cache(files, pool.engine, model):
                 found.append(Mistake(("models", i, "pools", j, "engine", "kv_cache"), problem))
     return found
+
+
+def _beside(place: Place, engine: EngineConfig, base_dir: Path) -> Iterator[Mistake]:
+    """What an engine needs beside its model."""
+    for k, adapter in enumerate(engine.adapters):
+        try:
+            folder_of(adapter.source, base_dir)
+        except AdapterError as error:
+            yield Mistake((*place, "adapters", k, "source"), str(error))
+    if engine.speculation is not None and engine.speculation.draft_model is not None:
+        try:
+            find(engine.speculation.draft_model, base_dir=base_dir)
+        except ModelStoreError as error:
+            yield Mistake((*place, "speculation", "draft_model"), str(error))
+    if engine.disk_tier is not None:
+        try:
+            engine.disk_tier.folder(base_dir)
+        except ValueError as error:
+            yield Mistake((*place, "tiers", engine.tiers.index(engine.disk_tier), "path"), str(error))
 
 
 def tenants(settings: Settings) -> Iterator[tuple[Place, TenantDefaults]]:

@@ -9,13 +9,14 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_v
 from policies.strict import StrictScalars
 from workers import techniques
 from workers.adapters import AdapterSource
-from workers.sizes import Bytes, bytes_or_auto
+from workers.sizes import MOST, Bytes, bytes_or_auto
 from workers.speculation import Speculation
 from workers.tier_config import DiskTierConfig, HostTierConfig, TierConfig, checked
 from workers.transfer_config import Role, Transfer
 
 ADAPTER_MEMORY = 256 * 2**20
 
+MOST_RANKS = 64
 MEAN_REQUEST_TOKENS = 512
 """Prompt + output of a typical chat request, where nothing is known yet."""
 
@@ -37,21 +38,21 @@ class EngineConfig(StrictScalars):
     cuda_graphs: bool = True
     """Record steps that only decode at start and replay them (CUDA, with flashinfer or triton)."""
     block_size: int = Field(16, ge=1, le=256)
-    kv_cache: Annotated[Annotated[int, Field(gt=0)] | Literal["auto"], BeforeValidator(bytes_or_auto)] = 2**30
+    kv_cache: Annotated[Annotated[int, Field(gt=0, le=MOST)] | Literal["auto"], BeforeValidator(bytes_or_auto)] = 2**30
     """Bytes for keys and values; whole blocks that fit are made at start. ``auto``: what the device has left."""
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """How keys and values are kept: ``auto`` as the model computes, else a byte per number and a scale per token and
     head (``model/kv_format.py``): about half of bfloat16's bytes, answers that differ slightly."""
     memory_margin: float = Field(0.05, ge=0, lt=1)
     """Part of the device's free memory that is planned for nothing (``model/budget.py``)."""
-    blocks: int | None = Field(None, ge=2)
+    blocks: int | None = Field(None, ge=2, lt=2**31)
     """Exact number of blocks; overrides ``kv_cache``. For tests and comparisons."""
-    max_step_tokens: int = Field(512, ge=1)
+    max_step_tokens: int = Field(512, ge=1, le=2**20)
     """Token budget of one step: decodes first, the rest for prompt chunks. Beside decodes a chunk's tokens count by the
     work that they are, which grows with their place in the prompt (``engine/allowance.py``)."""
     max_chunk_tokens: int | None = Field(None, ge=1)
     """Most prompt tokens of one sequence per step; None = up to the step's budget."""
-    max_running: Annotated[int, Field(ge=1)] | Literal["auto"] = 64
+    max_running: Annotated[int, Field(ge=1, le=2**20)] | Literal["auto"] = 64
     """``auto`` follows the KV cache's size ÷ the observed mean length of requests (``engine/slots.py``)."""
     max_context: int | None = Field(None, ge=1)
     """Longest prompt + output in tokens; None = the model's own limit."""
@@ -72,17 +73,17 @@ class EngineConfig(StrictScalars):
     from prefill workers, while there are any."""
     transfer: Transfer = Transfer()
     """How blocks get from prefill to decode workers."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=1024)
     """Compute threads; None = one per core."""
     cores: str | None = Field(None, pattern=r"^\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*$")
     """Cores that the worker is bound to, as ``0-3,8``; None = any. For several workers on one machine."""
     allocator: Literal["auto", "system", "tcmalloc", "jemalloc"] = "auto"
     """Memory allocator that a local launcher preloads; ``auto``: tcmalloc or jemalloc where one is installed."""
     seed: int = 0
-    tensor_parallel: int = Field(1, ge=1, le=64)
+    tensor_parallel: int = Field(1, ge=1, le=MOST_RANKS)
     """Devices that share each layer: heads, MLP and vocabulary are divided. One process each; CUDA devices from
     ``device`` on, or so many processes on a CPU. Computes in torch."""
-    pipeline_parallel: int = Field(1, ge=1, le=64)
+    pipeline_parallel: int = Field(1, ge=1, le=MOST_RANKS)
     """Groups of ``tensor_parallel`` devices that have some of the layers each, one behind the other."""
     expert_parallel: bool = False
     """Experts of a mixture are divided whole among the devices of ``tensor_parallel`` instead of each being cut."""
@@ -147,6 +148,11 @@ class EngineConfig(StrictScalars):
                 f"adapters names {len(self.adapters)}, max_adapters is {self.max_adapters}: raise it or name fewer"
             )
         techniques.check(self)
+        if self.ranks > MOST_RANKS:
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel} and pipeline_parallel={self.pipeline_parallel} make "
+                f"{self.ranks} processes of one worker; {MOST_RANKS} are the most"
+            )
         if self.ranks > 1 and self.attention == "native":
             name = "tensor_parallel" if self.tensor_parallel > 1 else "pipeline_parallel"
             raise ValueError(

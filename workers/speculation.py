@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from policies.strict import StrictScalars
 
@@ -28,6 +28,13 @@ class Speculation(StrictScalars):
     """So many last tokens must have stood together before."""
     ngram_max: int = Field(4, ge=1, le=16)
     """Looked for first."""
+
+    @field_validator("draft_model")
+    @classmethod
+    def _a_source(cls, value: str | None) -> str | None:
+        if value is not None and (not value.strip() or "\0" in value):
+            raise ValueError(f"{value!r} is no model; write a source as in models[].source")
+        return value
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

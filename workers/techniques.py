@@ -9,7 +9,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,8 +49,23 @@ SWITCHES: Sequence[Switch] = (
     Switch("weight_dtype", exact=False),
     Switch("tensor_parallel"),
     Switch("pipeline_parallel"),
+    Switch("expert_parallel"),
     Switch("tiers"),
 )
+
+NO_SWITCHES: Mapping[str, str] = {
+    "device": "where it runs",
+    "dtype": "what it computes in; every switch is held against the same one",
+    "cuda_graphs": "how steps are started on CUDA; the same tokens, tested with a recorder that computes again",
+    **dict.fromkeys(
+        ("block_size", "blocks", "kv_cache", "memory_margin", "max_step_tokens", "max_running", "max_context"), "a size"
+    ),
+    **dict.fromkeys(("max_adapters", "max_adapter_rank"), "a bound of adapters"),
+    **dict.fromkeys(("threads", "cores", "allocator", "seed"), "of the process"),
+    "transfer": "numbers of role",
+    "rank_timeout_s": "a bound of tensor_parallel and pipeline_parallel",
+}
+"""The other fields of ``EngineConfig``, and why they need not go with each switch. A new field is here or above."""
 
 REFUSALS: Sequence[Refusal] = (
     Refusal("tiers", "kv_cache_reuse", "nothing that a step computed is used again; leave tiers out"),

@@ -5,7 +5,10 @@ The sizes' unit is bytes. ``disk`` needs ``host``: what leaves or enters the dis
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
@@ -43,6 +46,34 @@ class DiskTierConfig(StrictScalars):
         if not value.strip() or "\0" in value:
             raise ValueError(f"{value!r} is not a folder; write a path, e.g. ./kv-cache")
         return value
+
+    def folder(self, base_dir: str | Path) -> Path:
+        """Where ``path`` is. Raises ValueError where no files can be written, and trying again would not help.
+
+        Changes nothing: what is not there yet is made later.
+        """
+        try:
+            folder = Path(base_dir) / Path(self.path).expanduser()
+            why = _unusable(folder)
+        except RuntimeError as error:  # no such home
+            why = str(error)
+        if why is not None:
+            raise ValueError(f"path {self.path!r} of the tier of kind disk: {why}; name a folder that can be written")
+        return folder
+
+
+def _unusable(folder: Path) -> str | None:
+    for place in (folder, *folder.absolute().parents):
+        try:
+            mode = place.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            return f"{place} cannot be looked at ({error.strerror})"
+        if not stat.S_ISDIR(mode):
+            return f"{place} is no folder"
+        return None if os.access(place, os.W_OK | os.X_OK) else f"user {os.geteuid()} may not write in {place}"
+    return None
 
 
 def _kind(value: Any) -> Any:

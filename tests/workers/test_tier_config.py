@@ -33,6 +33,8 @@ def test_both_tiers_are_read_and_survive_the_way_to_the_worker() -> None:
         (["host"], "a tier has a kind, host or disk"),
         ([{"kind": "host", "size": "much"}], "is not a size"),
         ([{"kind": "host", "size": 0}], "greater than 0"),
+        ([{"kind": "host", "size": "9" * 400 + "GiB"}], "less than or equal to 9223372036854775807"),
+        ([{"kind": "host", "size": True}], "True is not a size"),
         ([HOST, {**DISK, "path": " "}], "is not a folder"),
         ([HOST, {**DISK, "max_age_s": 0}], "greater than 0"),
         ([HOST, {**DISK, "ttl": 3}], "Extra inputs"),

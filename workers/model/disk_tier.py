@@ -136,7 +136,12 @@ class DiskTier:
     def _write(self, file: File, data: bytes) -> None:
         folder = self._held()
         path = folder.file(file.key)
-        folder.ready(path)
+        try:
+            folder.ready(path)
+        except FileNotFoundError:  # somebody removed it: the next write begins another
+            folder.release()
+            self._folder = None
+            raise
         block_file.write(path, self._fingerprint, file, data)
 
     def _unlink(self, key: BlockKey) -> None:

@@ -43,14 +43,17 @@ class Draft:
     ) -> Draft | None:
         """What ``engine.speculation`` names, or None. ``model``: the directory of the model that it guesses for.
 
-        Raises ModelStoreError, and ValueError for another vocabulary.
+        Raises ValueError for one that is not there, unknown, or of another vocabulary.
         """
         speculation = engine.speculation
         if speculation is None or speculation.draft_model is None:
             return None
         name = speculation.draft_model
-        files = resolve(name, base_dir=base_dir, cache=cache, progress=progress)
-        found = read_config(files.dir)
+        try:
+            files = resolve(name, base_dir=base_dir, cache=cache, progress=progress)
+            found = read_config(files.dir)
+        except ValueError as error:
+            raise ValueError(f"engine.speculation.draft_model={name}: {error}") from error
         ours, theirs = (vocabulary_bytes(read_json(folder / "tokenizer.json")) for folder in (model, files.dir))
         if ours != theirs:
             raise ValueError(

@@ -51,6 +51,8 @@ _HARMLESS = frozenset(
 """Of training, or of how targets were named; the tensors' own names say what is adapted."""
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Starts that also change the base weights: the adapter alone is then not the difference."""
+MOST = 1e100
+"""Beyond every rank and alpha, and within what a float holds."""
 _NAME = re.compile(r"^base_model\.model\.model\.layers\.(\d+)\.(.+)\.lora_([AB])(?:\.[\w-]+)?\.weight$")
 
 
@@ -87,7 +89,7 @@ def read(name: str, source: str, model: ModelConfig, *, base_dir: str | Path, ma
     try:
         config_text, data = (folder / CONFIG_FILE).read_bytes(), (folder / WEIGHTS_FILE).read_bytes()
         fields = json.loads(config_text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{folder}: cannot read the adapter: {error}") from error
     if not isinstance(fields, dict):
         raise AdapterError(f"{folder / CONFIG_FILE} holds no JSON object")
@@ -95,7 +97,7 @@ def read(name: str, source: str, model: ModelConfig, *, base_dir: str | Path, ma
     _check(fields, where)
     try:
         stored = parse(data)
-    except (SafetensorError, ValueError, RuntimeError) as error:
+    except (SafetensorError, ValueError, RuntimeError, KeyError) as error:  # KeyError: a type that torch has not
         raise AdapterError(f"{folder / WEIGHTS_FILE} is not a readable safetensors file: {error}") from error
     pairs = dict(_pairs(fields, stored, model, max_rank, folder))
     _complete(fields, pairs, model, folder)
@@ -137,8 +139,10 @@ def _check(fields: Mapping[str, Any], where: str) -> None:
             "LoRA (PEFT: path_initial_model_for_weight_conversion)"
         )
     for name, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("layers_to_transform", int | list)):
-        if fields.get(name) is not None and not isinstance(fields[name], kind):
-            raise AdapterError(f"{where}: {name}={fields[name]!r} is not of the form that PEFT writes")
+        value = fields.get(name)
+        of_layers = not isinstance(value, list) or all(isinstance(layer, int) for layer in value)
+        if value is not None and not (isinstance(value, kind) and of_layers):
+            raise AdapterError(f"{where}: {name}={value!r} is not of the form that PEFT writes")
     for name, value in fields.items():
         if value and name not in _READ | _HARMLESS and name not in ("modules_to_save", "use_dora"):
             raise AdapterError(f"{where}: {name}={value!r} is not supported")
@@ -198,8 +202,10 @@ def _pair(
             raise AdapterError(f"{here}.lora_{half} holds numbers that are not finite")
     if rank > max_rank:
         raise AdapterError(f"{here} has rank {rank}; engine.max_adapter_rank={max_rank}: raise it")
-    scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
-    return Pair(pair[0], pair[1] * scale)
+    scaled = pair[1] * (alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank))
+    if not bool(torch.isfinite(scaled).all()):
+        raise AdapterError(f"{here}: lora_alpha={alpha!r} makes numbers of lora_B that are not finite; lower it")
+    return Pair(pair[0], scaled)
 
 
 def _figure(fields: Mapping[str, Any], name: str, pattern: str, layer: int, module: str, here: str) -> int:
@@ -212,8 +218,8 @@ def _figure(fields: Mapping[str, Any], name: str, pattern: str, layer: int, modu
                 break
         except re.error as error:
             raise AdapterError(f"{here}: {pattern}: {key!r} is no regular expression: {error}") from error
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value <= 0 or (name == "r" and value % 1):
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MOST
+    if not number or (name == "r" and value % 1):
         raise AdapterError(f"{here}: {name}={value!r} must be a positive {'whole ' if name == 'r' else ''}number")
     return int(value) if name == "r" else value
 

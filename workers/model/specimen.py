@@ -94,6 +94,31 @@ def model(folder: Path, like: Path, vocab: int, *, experts: bool = False) -> Pat
     return folder
 
 
+def first_layers(folder: Path, like: Path, layers: int) -> Path:
+    """The model in ``like`` with its first ``layers`` only: smaller, of the same vocabulary, and seldom right."""
+    from safetensors.torch import load_file
+    from safetensors.torch import save_file as save
+
+    kept = {}
+    for path in sorted(like.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            _, found, rest = name.partition(".layers.")
+            if not found or int(rest.partition(".")[0]) < layers:
+                kept[name] = tensor
+    folder.mkdir(parents=True)
+    save(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((like / "config.json").read_text())
+    inner = config.get("text_config", config)
+    inner["num_hidden_layers"] = layers
+    if "layer_types" in inner:
+        inner["layer_types"] = inner["layer_types"][:layers]
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in (*_TOKENIZER, "generation_config.json"):
+        if (like / name).exists():
+            os.symlink(like / name, folder / name)
+    return folder
+
+
 def without_windows(folder: Path, like: Path) -> Path:
     """The same weights under a configuration whose window no context exceeds, so that every layer keeps everything."""
     config = json.loads((like / "config.json").read_text())

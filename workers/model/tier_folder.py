@@ -3,7 +3,8 @@
 Rules
 - ``path/<fingerprint>-<n>/xx/<key>.kv``. The fingerprint names everything on which the bytes depend, so nobody meets
   another model's files. ``n`` is the first that no other worker holds, so a worker started again finds its files.
-- A folder is held by a lock on its file ``lock``, which ends with the process, however that ends.
+- A folder is held by a lock on its file ``lock``, which ends with the process, however that ends. A lock on a file that
+  was removed meanwhile holds nothing.
 - Folders are 0700, files 0600: they hold what tenants wrote, in the model's terms.
 - Only what this module made is ever removed: names that do not look like it stay.
 """
@@ -51,7 +52,8 @@ class TierFolder:
         return self.path / name[:2] / f"{name}{SUFFIX}"
 
     def ready(self, path: Path) -> None:
-        """Make the folder that ``path`` lies in. Raises OSError."""
+        """Make the folder that ``path`` lies in. Raises OSError; FileNotFoundError when this folder is not there any
+        more."""
         path.parent.mkdir(mode=0o700, exist_ok=True)
 
     def files(self) -> Iterator[tuple[Path, float]]:
@@ -74,15 +76,20 @@ class TierFolder:
         for folder in self.path.parent.iterdir():
             if folder == self.path or not _FOLDER.fullmatch(folder.name) or folder.is_symlink():
                 continue
-            lock = _lock(folder, make=False)
-            if lock is None:
-                continue
-            try:
-                ours = list(_ours(folder))
-                if all(used < oldest for _, used in ours) and os.fstat(lock).st_mtime < oldest:
-                    _remove(folder, [path for path, _ in ours])
-            finally:
-                os.close(lock)
+            with contextlib.suppress(OSError):  # another worker's sweep was here first, or it is not ours to enter
+                _sweep(folder, oldest)
+
+
+def _sweep(folder: Path, oldest: float) -> None:
+    lock = _lock(folder, make=False)
+    if lock is None:
+        return
+    try:
+        ours = list(_ours(folder))
+        if all(used < oldest for _, used in ours) and os.fstat(lock).st_mtime < oldest:
+            _remove(folder, [path for path, _ in ours])
+    finally:
+        os.close(lock)
 
 
 def _lock(folder: Path, *, make: bool) -> int | None:
@@ -102,6 +109,8 @@ def _lock(folder: Path, *, make: bool) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_ino != (folder / "lock").stat(follow_symlinks=False).st_ino:
+            raise FileNotFoundError
         if make:
             os.utime(descriptor)
     except OSError:

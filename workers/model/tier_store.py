@@ -74,7 +74,8 @@ def open_store(
 ) -> Store | None:
     """What ``config.tiers`` asks for around a runner's ``host``; None without tiers.
 
-    ``layout``: what names the cache's kind, ``dtype`` what it computes in. Raises ValueError for a disk too small.
+    ``layout``: what names the cache's kind, ``dtype`` what it computes in. Raises ValueError for a disk too small, and
+    for a path where nothing can be written.
     """
     if host is None:
         return None
@@ -90,6 +91,9 @@ def open_store(
             "dtype": dtype,
         }
         fingerprint = sha256(json.dumps(about, sort_keys=True).encode()).digest()
-        path = Path(base_dir) / Path(asked.path).expanduser()
+        try:
+            path = asked.folder(base_dir)
+        except ValueError as error:
+            raise ValueError(f"engine.tiers: {error}") from None
         disk = DiskTier(path, asked.size, host.block_bytes, fingerprint, asked.max_age_s)
     return Store(host, disk)

@@ -1,15 +1,18 @@
 """Runs code that a model wrote, against a problem's tests, in a child process that may compute and nothing else.
 
 Rules
-- The child is a fresh isolated interpreter without environment, site packages or a folder of its own files. It lowers
-  its limits (processor time, memory, files) and installs an audit hook (PEP 578) before the code runs; a hook cannot be
-  taken back. What is not on the short list of harmless events ends the child: files, sockets, processes, ctypes,
-  bytecode.
+- The child is a fresh isolated interpreter without environment, site packages or a folder of its own files. Before the
+  code runs it lowers its limits (processor time, memory, files), installs on Linux a filter of system calls
+  (``seccomp.py``), and an audit hook (PEP 578). None of the three can be taken back.
+- The hook ends the child at the first event that is not on the short list of harmless ones: files, sockets, processes,
+  ctypes, bytecode. Not all that a process can do is an event (``os.mkfifo``, ``_posixsubprocess.fork_exec``), and
+  native code asks no hook: the filter then refuses what writes, starts, signals, connects or changes a limit.
 - It has ``WALL_S`` seconds, then it is killed. At most ``MOST_OUTPUT`` bytes are read of it.
 - It passed if it wrote the word that it was given for the case that the tests ran to their end.
 
-This holds back what a model writes by mistake. It is no boundary against an attacker who knows the interpreter; run
-foreign models' code on a machine that may be lost.
+Where there is no filter (not Linux, another processor, a kernel without seccomp), the hook alone holds back what a
+model does by mistake, and is no boundary against an attacker who knows the interpreter. Code can also find the word in
+its own process and claim to be right: that is cheating, not escaping.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+
+from gateway.bench.evals import seccomp
 
 WALL_S = 10.0
 CPU_S = 5
@@ -31,6 +36,7 @@ word, code = sys.stdin.readline().strip(), sys.stdin.read()
 for name, most in (("CPU", {cpu}), ("AS", {memory}), ("FSIZE", 0), ("NOFILE", 16), ("CORE", 0)):
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
 library, end, say = os.path.dirname(os.__file__) + os.sep, os._exit, os.write
+{filter}
 harmless = frozenset(("import", "compile", "exec", "marshal.loads", "sys._getframe", "builtins.id"))
 def watch(event, arguments, *, harmless=harmless, library=library, end=end):
     if event in harmless:
@@ -52,7 +58,7 @@ run(code, word, say)
 def passes(code: str, wall_s: float = WALL_S) -> bool:
     """Whether ``code`` runs to its end without an error, a forbidden deed or too much of anything."""
     word = secrets.token_hex(16)
-    boot = _BOOT.format(cpu=CPU_S, memory=MEMORY)
+    boot = _BOOT.format(cpu=CPU_S, memory=MEMORY, filter=seccomp.installing())
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(  # noqa: S603 - this interpreter, isolated
             [sys.executable, "-I", "-S", "-c", boot],

@@ -16,8 +16,9 @@ from gateway.bench.report import BenchError
 
 LANGUAGES = ("en", "de", "fr", "es", "zh")
 SUMS = 40
-RETRIEVAL_WORDS = (200, 900)
-"""Lengths of the texts; those that a model's context does not hold are left out."""
+RETRIEVAL = {200: 2, 900: 2, 2500: 1}
+"""Words of a text, and how often one of that length is asked at each depth; those that a model's context or cache does
+not hold are left out."""
 CODE_TOKENS, ANSWER_TOKENS = 120, 6
 
 
@@ -84,8 +85,8 @@ def _arithmetic(subject: Subject, tick: Tick) -> Score:
 def _retrieval(subject: Subject, tick: Tick) -> Score:
     questions = [
         question
-        for seed in range(2)
-        for words in RETRIEVAL_WORDS
+        for words, times in RETRIEVAL.items()
+        for seed in range(times)
         for question in problems.retrieval(words, seed=seed)
         if subject.tokens(question.prompt) + ANSWER_TOKENS <= subject.most_tokens
     ]

@@ -8,7 +8,9 @@ Rules
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gateway.bench.display import Display
@@ -41,10 +43,20 @@ def _weights(setting: str, concurrency: int) -> speed.Speed:
 
 
 def _draft(lab: Lab) -> Found:
-    if lab.draft is None:
-        raise BenchError("it needs a smaller model of the same vocabulary: name one with --draft SOURCE")
-    settings = (f"speculation={{method: draft, draft_model: '{lab.draft}'}}",)
-    return speed.Speed(settings, speed.other, speed.drafts, about="questions")(lab)
+    """With the model that was named; without, with one that is next to never right, to see what that costs."""
+    if lab.draft is not None:
+        return _guessed_by(lab.draft, "questions")(lab)
+    from workers.model import specimen
+
+    layers = max(1, lab.plain.loaded.config.layers // 8)
+    with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
+        cut = specimen.first_layers(Path(folder) / "m", lab.files.dir, layers)
+        return _guessed_by(str(cut), f"questions, guessed by its own first {layers} layers")(lab)
+
+
+def _guessed_by(source: str, about: str) -> speed.Speed:
+    settings = (f"speculation={{method: draft, draft_model: '{source}'}}",)
+    return speed.Speed(settings, speed.other, speed.guesses, about=about)
 
 
 TECHNIQUES: Mapping[str, Technique] = {

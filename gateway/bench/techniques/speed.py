@@ -141,9 +141,14 @@ def adapted(digests: Sequence[str]) -> Work:
 
 def drafts(_: Side, on: Side) -> tuple[bool, dict[str, Any]]:
     """Guesses that became tokens."""
+    return on.engine.planner.stats().drafts_accepted > 0, guesses(_, on)[1]
+
+
+def guesses(_: Side, on: Side) -> tuple[bool, dict[str, Any]]:
+    """Guesses that were made, right or wrong."""
     stats = on.engine.planner.stats()
     accepted, guessed = stats.drafts_accepted, stats.drafts_accepted + stats.drafts_rejected
-    return accepted > 0, {"drafts": f"{accepted} of {guessed} accepted"}
+    return guessed > 0, {"drafts": f"{accepted} of {guessed} accepted"}
 
 
 def kept(off: Side, on: Side) -> tuple[bool, dict[str, Any]]:

@@ -51,6 +51,28 @@ def test_repetition_penalty_is_transformers(penalty: float) -> None:
         torch.testing.assert_close(mine[row], expected[0], rtol=0, atol=0)
 
 
+def test_penalties_and_bias_are_the_published_formula() -> None:
+    """OpenAI's: logit - count · frequency - [count > 0] · presence over the output, plus the bias; row by row."""
+    random = np.random.default_rng(4)
+    raw = logits(40, seed=4)
+    samplers = []
+    for _ in raw:
+        presence, frequency = (float(random.choice([0, random.uniform(-2, 2)])) for _ in range(2))
+        bias = {int(token): float(random.uniform(-100, 100)) for token in random.integers(0, VOCAB, random.integers(4))}
+        output = random.integers(0, 12, random.integers(0, 30)).tolist()
+        fields = {"presence_penalty": presence, "frequency_penalty": frequency, "logit_bias": bias}
+        samplers.append(sampler([3, 3, 150], output, **fields))
+    mine = raw.clone()
+    adjust(mine, samplers)
+    for row, one in enumerate(samplers):
+        expected = raw[row].double()
+        for token in range(VOCAB):
+            count = one.output.count(token)
+            expected[token] -= count * one.params.frequency_penalty + (count > 0) * one.params.presence_penalty
+            expected[token] += one.params.logit_bias.get(token, 0.0)
+        torch.testing.assert_close(mine[row].double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_bad_words_are_transformers() -> None:
     """Single tokens always, longer rows where the output ends with their beginning (not where the prompt does)."""
     words = [[9], [5, 6], [5, 6, 7], [8, 8]]

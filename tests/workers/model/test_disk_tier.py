@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -21,7 +23,7 @@ from workers.engine.block_hash import BlockKey
 from workers.engine.block_pool import Holding
 from workers.engine.tier_desk import Found, Read, TierReport, Unlinked, Wrote
 from workers.engine.tier_files import File
-from workers.model import block_file
+from workers.model import block_file, tier_folder
 from workers.model.block_file import BadFileError
 from workers.model.disk_tier import DiskTier
 
@@ -289,6 +291,36 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
         assert one.read(1) == data(1)
     finally:
         one.tier.close()
+
+
+def test_a_folder_that_was_removed_is_made_again(disk: Callable[..., Disk], tmp_path: Path) -> None:
+    """What was in it is a miss, one write is lost, the next begins anew."""
+    one = disk()
+    one.write(1)
+    shutil.rmtree(tmp_path / "kv")
+    assert one.read(1) is None
+    assert one.write(2).error == "ENOENT"
+    assert one.write(3).error is None
+    assert one.read(3) == data(3)
+
+
+def test_a_lock_on_a_removed_file_holds_nothing(
+    disk: Callable[..., Disk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker's sweep removed the folder between the opening of its lock and the locking."""
+    lock, gone = fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not gone:
+            gone.append(descriptor)
+            shutil.rmtree(tmp_path / "kv" / f"{PRINT.hex()[:16]}-0")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(tier_folder.fcntl, "flock", late)
+    one = disk()
+    assert gone
+    assert one.write(1).error is None
+    assert one.read(1) == data(1)
 
 
 def test_closing_writes_what_waits(disk: Callable[..., Disk]) -> None:

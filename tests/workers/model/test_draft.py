@@ -6,6 +6,7 @@ unless a single one of its keys or values is not what it should be.
 
 from __future__ import annotations
 
+import re
 import shutil
 from itertools import count
 from pathlib import Path
@@ -13,14 +14,20 @@ from typing import Any
 
 import pytest
 
+from gateway.grammars import json_text
 from tests.workers.model import tiny
 from tests.workers.model.harness import GREEDY, Bench
+from tests.workers.model.test_speculation import KINDS
+from tests.workers.model.test_techniques import guesser
 from workers.config import EngineConfig
+from workers.grammar import Vocabulary
+from workers.grammar_desk import GrammarDesk
 from workers.model.draft import DraftRunner
 from workers.model.loading import LoadedModel, load
 from workers.model.native.runner import NativeRunner
 from workers.model.runner import TorchRunner
 from workers.protocol import Generate, Purge, SamplingParams
+from workers.tokenizer import Tokenizer
 
 SHARED = [(7 * place * place) % 200 for place in range(33)]
 PROMPTS = [[*SHARED[: 20 + 3 * own], 210 + own, 7, 9 + own] for own in range(5)]
@@ -33,12 +40,13 @@ def write(folder: Path, seed: int, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model, and smaller ones that are worth nothing or see little."""
+    """A model, smaller ones that are worth nothing or see little, and one that is right now and then."""
     root = tmp_path_factory.mktemp("draft")
     return {
         "model": write(root / "model", 0),
         "other": write(root / "other", 5, num_hidden_layers=1),
         "short": write(root / "short", 5, num_hidden_layers=1, max_position_embeddings=40),
+        "near": guesser(root),
     }
 
 
@@ -123,6 +131,56 @@ def test_wrong_guesses_change_nothing(folders: dict[str, Path], attention: str, 
     assert made.engine.planner.stats().drafts_rejected > 0
 
 
+def test_every_parameter_of_the_sampler(folders: dict[str, Path]) -> None:
+    """Penalties, cuts, bias, bans, log probabilities, ends: equal to the last bit, with guesses right and wrong."""
+    asked = []
+    for index, kind in enumerate(KINDS):
+        params = SamplingParams(**{"seed": index, "ignore_eos": True, "logprobs": 0, **kind})  # type: ignore[arg-type]
+        asked.append(Generate(f"r{index}", PROMPTS[index % 5], 40, params, scope=b"s"))
+    made = bench(folders["model"], engine(folders["near"]))
+    found = made.run(asked, stagger=1)
+    plain = bench(folders["model"], engine(None)).run(asked, stagger=1)
+    assert [(one.tokens, one.logprobs) for one in found] == [(one.tokens, one.logprobs) for one in plain]
+    stats = made.engine.planner.stats()
+    assert min(stats.drafts_accepted, stats.drafts_rejected) > 20
+
+
+def test_guesses_are_held_against_the_grammar(folders: dict[str, Path]) -> None:
+    """The draft model knows of no grammar: what is forbidden ends its guesses, what is allowed counts."""
+    vocabulary = Vocabulary.load(folders["model"])
+    grammar = json_text({"type": "string", "pattern": "^[A-Za-z]{30,60}$"})
+    texts, drafts = [], []
+    for draft in (folders["near"], None):
+        desk = GrammarDesk(lambda: vocabulary, threads=1)
+        made = bench(folders["model"], engine(draft, blocks=18))
+        made.engine._grammars = desk
+        params = SamplingParams(temperature=0.6, seed=2)
+        found = made.run(requests(params=params, grammar=grammar))
+        texts.append([vocabulary_text(folders["model"], one.tokens) for one in found])
+        assert {one.last.finish for one in found if one.last} == {"stop"}
+        stats = made.engine.planner.stats()
+        drafts.append((stats.drafts_accepted > 5, stats.drafts_rejected > 5))
+        desk.close()
+    assert texts[0] == texts[1]
+    assert all(re.fullmatch('"[A-Za-z]{30,60}"', text) for text in texts[0])
+    assert drafts == [(True, True), (False, False)]
+
+
+def vocabulary_text(folder: Path, tokens: list[int]) -> str:
+    return Tokenizer.load(folder).decode(token for token in tokens if token != 2)
+
+
+def test_a_draft_model_that_is_always_wrong_ends_by_itself(folders: dict[str, Path]) -> None:
+    """By this clock a guess costs two fifths of a step: after a few it is hardly ever tried again."""
+    made = bench(folders["model"], engine(folders["other"]))
+    assert isinstance(made.model.runner, DraftRunner)
+    made.model.runner._clock = count(step=400).__next__
+    found = made.run([Generate("long", PROMPTS[0], 200, GREEDY)])
+    stats = made.engine.planner.stats()
+    assert len(found[0].tokens) == 200
+    assert 0 < stats.drafts_accepted + stats.drafts_rejected <= 20
+
+
 def test_sequences_without_guesses_cost_the_draft_model_nothing(folders: dict[str, Path]) -> None:
     """It computes no prompt before it guesses; a prompt longer than a step's budget is caught up in several steps."""
     made = bench(folders["model"], engine(folders["model"], max_step_tokens=16))
@@ -186,5 +244,5 @@ def test_another_vocabulary_is_refused(folders: dict[str, Path], tmp_path: Path)
     wide = write(tmp_path / "wide", 1, vocab_size=320)
     with pytest.raises(ValueError, match=r"draft_model=.*wide: it knows 320 token ids, the model only 300"):
         load(folders["model"], engine(wide))
-    with pytest.raises(ValueError, match="nowhere"):
+    with pytest.raises(ValueError, match=r"engine\.speculation\.draft_model=.*nowhere: model source .*does not exist"):
         load(folders["model"], engine(tmp_path / "nowhere"))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.workers.model import adapters, tiny
 from tests.workers.model.harness import GREEDY, Bench
-from tests.workers.model.test_techniques import EXAMPLES
+from tests.workers.model.test_techniques import EVERY, switch_of
 from workers.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterError
 from workers.config import EngineConfig
 from workers.protocol import Generate
@@ -125,13 +125,13 @@ def test_preempted_sequences_come_back_under_their_adapter(models: Path) -> None
     assert answers == [one.tokens for one in calm.run(requests)]
 
 
-@pytest.mark.parametrize("name", sorted(set(EXAMPLES) - {"adapters"}))
+@pytest.mark.parametrize("name", sorted(set(EVERY) - {"adapters"}))
 def test_beside_every_other_switch(name: str, models: Path, tmp_path: Path) -> None:
     """Exact switches: as the merged model. Lossy ones: the same in company as alone, and other than the base model."""
     try:
-        config = engine(models, "all", "ranks", **{"attention": "auto", **EXAMPLES[name](tmp_path)})
+        config = engine(models, "all", "ranks", **{"attention": "auto", **EVERY[name](tmp_path)})
     except ValidationError as error:
-        if name not in str(error) or "adapters" not in str(error):
+        if not any(field in str(error) for field in EVERY[name](tmp_path)) or "adapters" not in str(error):
             pytest.fail(f"refused without naming both: {error}")
         return
     bench = Bench(models / "base", config)
@@ -143,7 +143,7 @@ def test_beside_every_other_switch(name: str, models: Path, tmp_path: Path) -> N
     ]
     answers = [one.tokens for one in bench.run(requests, stagger=1)]
     assert answers[0] != answers[1] != answers[2] != answers[0]
-    exact = next(switch for switch in SWITCHES if switch.field == name).exact
+    exact = next(switch for switch in SWITCHES if switch.field == switch_of(name)).exact
     if exact:
         assert answers[0::3] == alone(models, "all", "batched")[2:]
     else:
@@ -170,6 +170,9 @@ FIELDS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "another rank": ({"r": 8}, "lora_A has shape \\[4, 96\\]; for r=8"),
     "no rank": ({"r": 0}, "r=0 must be a positive whole number"),
     "an endless alpha": ({"lora_alpha": float("inf")}, "lora_alpha=inf must be a positive number"),
+    "a huge alpha": ({"lora_alpha": 1e60}, "lora_alpha=1e\\+60 makes numbers of lora_B that are not finite"),
+    "a rank beyond all": ({"r": 10**400}, "r=10+ must be a positive whole number"),
+    "layers of another form": ({"layers_to_transform": [[0]]}, "layers_to_transform=\\[\\[0\\]\\] is not of the form"),
     "patterns of another form": ({"rank_pattern": ["q_proj"]}, "rank_pattern=\\['q_proj'\\] is not of the form"),
     "no alpha": ({"lora_alpha": "x"}, "lora_alpha='x' must be a positive number"),
     "bad pattern": ({"rank_pattern": {"(": 3}}, "rank_pattern: '\\(' is no regular expression"),

@@ -1,4 +1,4 @@
-"""Every pair of the engine's switches works together or is refused at start.
+"""Every pair of the engine's switches works together or is refused at start, under each of their settings.
 
 Works: greedy tokens of a crowd with shared prefixes, in a pool so small that sequences are preempted, are those of the
 same model with the pair's lossy switches only (an exact switch changes no token), and no block is lost.
@@ -7,20 +7,35 @@ same model with the pair's lossy switches only (an exact switch changes no token
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from tests.workers.model import adapters, tiny
 from tests.workers.model.harness import GREEDY, Bench
 from workers.config import EngineConfig
+from workers.model.draft import DraftRunner
 from workers.protocol import Generate
 from workers.techniques import SWITCHES
 
 pytestmark = pytest.mark.usefixtures("ranks_as_threads")
+
+SMALL: Mapping[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+"""A tiny model that the kernel can run as well."""
+
+
+def guesser(folder: Path) -> Path:
+    """A draft model that is right now and then: the model itself with other numbers in a few places."""
+    made = tiny.model(**SMALL)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return tiny.write_directory(made, folder / "small")
+
 
 EXAMPLES: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
     "attention": lambda folder: {"attention": "batched"},
@@ -37,6 +52,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
     "weight_dtype": lambda folder: {"weight_dtype": "int4"},
     "tensor_parallel": lambda folder: {"tensor_parallel": 2},
     "pipeline_parallel": lambda folder: {"pipeline_parallel": 2},
+    "expert_parallel": lambda folder: {"expert_parallel": True, "tensor_parallel": 2},
     "tiers": lambda folder: {
         "tiers": [
             {"kind": "host", "size": "64KiB"},
@@ -45,19 +61,36 @@ EXAMPLES: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
     },
 }
 """The smallest setting of each switch that turns it on. ``folder`` may hold what it names; it is the pair's own."""
+OTHERS: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
+    "attention reference": lambda folder: {"attention": "reference"},
+    "kv_dtype fp8": lambda folder: {"kv_dtype": "fp8"},
+    "speculation draft": lambda folder: {"speculation": {"method": "draft", "draft_model": str(guesser(folder))}},
+    "role prefill": lambda folder: {"role": "prefill"},
+    "weight_dtype int8": lambda folder: {"weight_dtype": "int8"},
+    "tiers host": lambda folder: {"tiers": [{"kind": "host", "size": "64KiB"}]},
+}
+"""Further settings of the same switches, which are other code: the switch's name comes first."""
+EVERY = {**EXAMPLES, **OTHERS}
 BASE: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "block_size": 16, "blocks": 11}
 EXACT = {switch.field for switch in SWITCHES if switch.exact}
-PAIRS = list(combinations([switch.field for switch in SWITCHES], 2))
-SPREAD = {"tensor_parallel", "pipeline_parallel"}
+SPREAD = {"tensor_parallel", "pipeline_parallel", "expert_parallel"}
 """They start processes."""
 SPREAD_OFTEN = SPREAD | {"prefix_cache", "max_chunk_tokens", "kv_dtype", "speculation", "tiers"}
 """With these they are run every time, with the others in the long suite."""
 
 
+def switch_of(example: str) -> str:
+    """The field that an example turns on."""
+    return example.split()[0]
+
+
 def _pair(first: str, second: str) -> Any:
-    pair = {first, second}
-    often = not pair & SPREAD or pair <= SPREAD_OFTEN
+    pair = {switch_of(first), switch_of(second)}
+    often = not pair & SPREAD or {first, second} <= SPREAD_OFTEN
     return pytest.param(first, second, id=f"{first}-{second}", marks=() if often else pytest.mark.long)
+
+
+PAIRS = [_pair(first, second) for first, second in combinations(EVERY, 2) if switch_of(first) != switch_of(second)]
 
 
 PROMPTS = [[*range(40, 73), 100 + own, 7, 9 + own] for own in range(4)] + [
@@ -69,36 +102,52 @@ NEW_TOKENS = 40
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that the kernel can run as well."""
-    made = tiny.model(hidden_size=64, intermediate_size=64, head_dim=16)
-    return tiny.write_directory(made, tmp_path_factory.mktemp("tiny"))
+    return tiny.write_directory(tiny.model(**SMALL), tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with experts, for the switch that is about them."""
+    made = tiny.model(0, "mixtral", **SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    return tiny.write_directory(made, tmp_path_factory.mktemp("mixture"))
 
 
 def crowd(source: Path, engine: EngineConfig) -> list[list[int]]:
-    """The tokens of every prompt, all at once; the first comes a second time, when its prefix may be cached."""
+    """The tokens of every prompt, all at once; the first comes a second time, when its prefix may be cached.
+
+    By its clocks rows and guesses cost next to nothing, so that guesses are made whenever there is one.
+    """
     bench = Bench(source, engine)
+    bench.engine._clock = count(step=1000).__next__
+    if isinstance(bench.model.runner, DraftRunner):
+        bench.model.runner._clock = count().__next__
     requests = [Generate(f"r{number}", prompt, NEW_TOKENS, GREEDY) for number, prompt in enumerate(PROMPTS)]
     found = bench.run(requests, stagger=1) + bench.run([Generate("again", PROMPTS[0], NEW_TOKENS, GREEDY)])
     pool = bench.engine.planner.pool
     assert pool.used == 0
+    stats = bench.engine.planner.stats()
+    assert (stats.drafts_accepted + stats.drafts_rejected > 0) == (engine.speculation is not None)
     if bench.model.ranks is not None:
         bench.model.ranks.close()
     return [one.tokens for one in found]
 
 
 def settings(names: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    return {**BASE, **{key: value for name in names for key, value in EXAMPLES[name](folder).items()}}
+    return {**BASE, **{key: value for name in names for key, value in EVERY[name](folder).items()}}
+
+
+Expected = Callable[[Path, tuple[str, ...], Path], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def expected(source: Path) -> Callable[[tuple[str, ...], Path], list[list[int]]]:
-    """What the lossy switches give by themselves; computed once for each set of them."""
-    known: dict[tuple[str, ...], list[list[int]]] = {}
+def expected() -> Expected:
+    """What the lossy switches give by themselves; computed once for each model and set of them."""
+    known: dict[tuple[Path, tuple[str, ...]], list[list[int]]] = {}
 
-    def look_up(lossy: tuple[str, ...], folder: Path) -> list[list[int]]:
-        if lossy not in known:
-            known[lossy] = crowd(source, EngineConfig(**{**settings(lossy, folder), "blocks": 256}))
-        return known[lossy]
+    def look_up(source: Path, lossy: tuple[str, ...], folder: Path) -> list[list[int]]:
+        if (source, lossy) not in known:
+            known[source, lossy] = crowd(source, EngineConfig(**{**settings(lossy, folder), "blocks": 256}))
+        return known[source, lossy]
 
     return look_up
 
@@ -106,9 +155,10 @@ def expected(source: Path) -> Callable[[tuple[str, ...], Path], list[list[int]]]
 def test_every_switch_has_an_example_that_turns_it_on(tmp_path: Path) -> None:
     """And nothing else has one."""
     assert set(EXAMPLES) == {switch.field for switch in SWITCHES}
-    for name in EXAMPLES:
+    for name in EVERY:
         config = EngineConfig(**settings((name,), tmp_path))
-        assert getattr(config, name) != EngineConfig.model_fields[name].default
+        switch = switch_of(name)
+        assert getattr(config, switch) != EngineConfig.model_fields[switch].default
 
 
 def test_the_crowd_preempts_and_hits(source: Path) -> None:
@@ -120,21 +170,19 @@ def test_the_crowd_preempts_and_hits(source: Path) -> None:
     assert sum(one.last.prompt_cached for one in found if one.last is not None) > 0
 
 
-@pytest.mark.parametrize(("first", "second"), [_pair(*pair) for pair in PAIRS])
+@pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_pair_works_or_is_refused(
-    first: str,
-    second: str,
-    source: Path,
-    expected: Callable[[tuple[str, ...], Path], list[list[int]]],
-    tmp_path: Path,
+    first: str, second: str, source: Path, mixture: Path, expected: Expected, tmp_path: Path
 ) -> None:
-    """Refused: by both names. Else exact but for what the lossy ones of the pair do."""
+    """Refused: by what each of them sets. Else exact but for what the lossy ones of the pair do."""
+    pair = (first, second)
     try:
-        engine = EngineConfig(**settings((first, second), tmp_path))
+        engine = EngineConfig(**settings(pair, tmp_path))
     except ValidationError as error:
-        missing = [name for name in (first, second) if name not in str(error)]
+        missing = [name for name in pair if not any(field in str(error) for field in EVERY[name](tmp_path))]
         if missing:
             pytest.fail(f"refused without naming {missing}: {error}")
         return
-    lossy = tuple(name for name in (first, second) if name not in EXACT)
-    assert crowd(source, engine) == expected(lossy, tmp_path)
+    lossy = tuple(name for name in pair if switch_of(name) not in EXACT)
+    model = mixture if "expert_parallel" in pair else source
+    assert crowd(model, engine) == expected(model, lossy, tmp_path)

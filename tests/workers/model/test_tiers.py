@@ -186,7 +186,7 @@ def test_a_failed_step_leaves_nothing_wrong_below(source: Path) -> None:
     assert ask(one, "again").tokens == expected
 
 
-def test_too_small_a_tier_is_refused_at_the_start(source: Path, tmp_path: Path) -> None:
+def test_a_tier_that_cannot_be_is_refused_at_the_start(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"engine\.tiers: kind host with size 1024 holds 0 blocks of \d+ bytes"):
         bench(source, host="1KiB")
     with pytest.raises(ValueError, match=r"kind disk with size 10 holds no block"):
@@ -197,3 +197,6 @@ def test_too_small_a_tier_is_refused_at_the_start(source: Path, tmp_path: Path) 
                 tiers=[{"kind": "host", "size": "1MiB"}, {"kind": "disk", "path": str(tmp_path), "size": 10}],
             ),
         )
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"engine\.tiers: path '.*file' of the tier of kind disk: .*file is no folder"):
+        bench(source, host="1MiB", disk=tmp_path / "file")

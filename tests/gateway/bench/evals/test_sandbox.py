@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from gateway.bench.evals import problems
+from gateway.bench.evals import problems, seccomp
 from gateway.bench.evals.sandbox import passes
 
 SOLUTIONS = (
@@ -50,6 +52,10 @@ def test_files_are_out_of_reach(tmp_path: Path) -> None:
         f"import os; os.remove({str(secret)!r})",
         "import os; os.listdir('/')",
         f"import pathlib; pathlib.Path({str(target)!r}).write_text('x')",
+        # What is no event to a hook, or told to it by the library alone:
+        f"import os; os.mkfifo({str(target)!r})",
+        f"import os, stat; os.mknod({str(target)!r}, 0o600 | stat.S_IFREG)",
+        f"import subprocess, sys; sys.audit = lambda *_: None; subprocess.run(['/bin/touch', {str(target)!r}])",
     ):
         assert not passes(deed), deed
     assert not target.exists()
@@ -65,6 +71,10 @@ def test_files_are_out_of_reach(tmp_path: Path) -> None:
         "import subprocess; subprocess.run(['true'])",
         "import ctypes; ctypes.CDLL(None)",
         "import os; os.kill(os.getppid(), 0)",
+        "import threading; threading.Thread(target=print).start()",
+        "import os; os.chroot('.')",
+        "import os; os.setpriority(os.PRIO_PROCESS, 0, 0)",
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))",
         "(lambda: 0).__code__.replace(co_code=b'')",
         "raise SystemExit(0)",
         "import os; os._exit(0)",
@@ -87,3 +97,44 @@ def test_a_loop_ends() -> None:
 
 def test_a_flood_of_output_is_not_kept() -> None:
     assert not passes("import os\nwhile True: os.write(1, b'x' * 65536)", wall_s=5.0)
+
+
+DEED = """
+import os, resource, signal, socket, time
+{filter}
+try:
+    {deed}
+except PermissionError:
+    print("refused")
+else:
+    print("done")
+"""
+REFUSED = (
+    "open('made', 'w')",
+    "os.open('made', os.O_CREAT)",
+    "os.mkfifo('made')",
+    "os.mkdir('made')",
+    "os.fork()",
+    "os.execv('/bin/true', ['true'])",
+    "socket.socket()",
+    "os.kill(os.getpid(), 0)",
+    "resource.setrlimit(resource.RLIMIT_CPU, resource.getrlimit(resource.RLIMIT_CPU))",
+)
+
+
+@pytest.mark.parametrize("deed", [*REFUSED, "open(os.__file__).read(); os.stat('/'); time.sleep(0)"])
+def test_the_kernel_refuses_what_the_hook_does_not_hear(deed: str, tmp_path: Path) -> None:
+    """The filter alone, without a hook. Where there is none for the machine, everything is done."""
+    code = DEED.format(filter=seccomp.installing(), deed=deed)
+    said = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, timeout=60)
+    refused = deed in REFUSED and seccomp.program() != b""
+    assert said.stdout.split()[-1:] == ([b"refused"] if refused else [b"done"]), said.stderr
+    assert not refused or not list(tmp_path.iterdir())
+
+
+def test_a_machine_without_a_table_has_no_filter() -> None:
+    assert seccomp.program("abacus") == b""
+    for machine in ("x86_64", "aarch64"):
+        made = seccomp.program(machine)
+        assert bool(made) == (sys.platform == "linux")
+        assert len(made) % 8 == 0
