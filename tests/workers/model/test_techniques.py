@@ -1,7 +1,8 @@
 """Every pair of the engine's switches works together or is refused at start, under each of their settings.
 
 Works: greedy tokens of a crowd with shared prefixes, in a pool so small that sequences are preempted, are those of the
-same model with the pair's lossy switches only (an exact switch changes no token), and no block is lost.
+same model with the pair's lossy switches only (an exact switch changes no token), and no block is lost. Only where sums
+are made in another order before keys and values are rounded may a near tie fall to the other side.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from tests.workers.model import adapters, tiny
-from tests.workers.model.harness import GREEDY, Bench
+from tests.workers.model.harness import GREEDY, Bench, Finished
 from workers.config import EngineConfig
 from workers.model.draft import DraftRunner
 from workers.protocol import Generate
@@ -33,7 +34,7 @@ def guesser(folder: Path) -> Path:
     made = tiny.model(**SMALL)
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
+            parameter.add_(torch.randn_like(parameter) * 0.005)
     return tiny.write_directory(made, folder / "small")
 
 
@@ -112,8 +113,19 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_directory(made, tmp_path_factory.mktemp("mixture"))
 
 
+OTHER_SUMS = {"attention", "tensor_parallel", "pipeline_parallel", "expert_parallel"}
+"""They add in another order: a number between two that int8 or fp8 can hold may be rounded to the other one."""
+NEAR = 0.1
+"""Natural logarithm: what rounding a few keys or values otherwise may do to a token's probability here."""
+
+
 def crowd(source: Path, engine: EngineConfig) -> list[list[int]]:
-    """The tokens of every prompt, all at once; the first comes a second time, when its prefix may be cached.
+    """The tokens of every prompt (see ``answers``)."""
+    return [one.tokens for one in answers(source, engine)]
+
+
+def answers(source: Path, engine: EngineConfig) -> list[Finished]:
+    """Of every prompt, all at once; the first comes a second time, when its prefix may be cached.
 
     By its clocks rows and guesses cost next to nothing, so that guesses are made whenever there is one.
     """
@@ -129,24 +141,35 @@ def crowd(source: Path, engine: EngineConfig) -> list[list[int]]:
     assert (stats.drafts_accepted + stats.drafts_rejected > 0) == (engine.speculation is not None)
     if bench.model.ranks is not None:
         bench.model.ranks.close()
-    return [one.tokens for one in found]
+    return found
+
+
+def same_but_for_near_ties(found: Finished, wanted: Finished) -> bool:
+    """The same tokens up to a place where both choices were as likely; log probabilities close as far as that."""
+    pairs = zip(found.tokens, wanted.tokens, found.logprobs, wanted.logprobs, strict=True)
+    for ours, theirs, mine, other in pairs:
+        if abs(mine - other) > NEAR:
+            return False
+        if ours != theirs:
+            break
+    return True
 
 
 def settings(names: tuple[str, ...], folder: Path) -> dict[str, Any]:
     return {**BASE, **{key: value for name in names for key, value in EVERY[name](folder).items()}}
 
 
-Expected = Callable[[Path, tuple[str, ...], Path], list[list[int]]]
+Expected = Callable[[Path, tuple[str, ...], Path], list[Finished]]
 
 
 @pytest.fixture(scope="module")
 def expected() -> Expected:
     """What the lossy switches give by themselves; computed once for each model and set of them."""
-    known: dict[tuple[Path, tuple[str, ...]], list[list[int]]] = {}
+    known: dict[tuple[Path, tuple[str, ...]], list[Finished]] = {}
 
-    def look_up(source: Path, lossy: tuple[str, ...], folder: Path) -> list[list[int]]:
+    def look_up(source: Path, lossy: tuple[str, ...], folder: Path) -> list[Finished]:
         if (source, lossy) not in known:
-            known[source, lossy] = crowd(source, EngineConfig(**{**settings(lossy, folder), "blocks": 256}))
+            known[source, lossy] = answers(source, EngineConfig(**{**settings(lossy, folder), "blocks": 256}))
         return known[source, lossy]
 
     return look_up
@@ -185,4 +208,9 @@ def test_a_pair_works_or_is_refused(
         return
     lossy = tuple(name for name in pair if switch_of(name) not in EXACT)
     model = mixture if "expert_parallel" in pair else source
-    assert crowd(model, engine) == expected(model, lossy, tmp_path)
+    found, wanted = answers(model, engine), expected(model, lossy, tmp_path)
+    switches = set(map(switch_of, pair))
+    if "kv_dtype" in switches and switches & OTHER_SUMS:
+        assert all(map(same_but_for_near_ties, found, wanted))
+    else:
+        assert [one.tokens for one in found] == [one.tokens for one in wanted]
