@@ -139,9 +139,9 @@ def adapted(digests: Sequence[str]) -> Work:
     return work
 
 
-def drafts(_: Side, on: Side) -> tuple[bool, dict[str, Any]]:
+def drafts(off: Side, on: Side) -> tuple[bool, dict[str, Any]]:
     """Guesses that became tokens."""
-    return on.engine.planner.stats().drafts_accepted > 0, guesses(_, on)[1]
+    return on.engine.planner.stats().drafts_accepted > 0, guesses(off, on)[1]
 
 
 def guesses(_: Side, on: Side) -> tuple[bool, dict[str, Any]]:
