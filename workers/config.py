@@ -31,6 +31,9 @@ class EngineConfig(StrictScalars):
     weight_dtype: Literal["auto", "int8", "int4", "gguf"] = "auto"
     """``int8`` and ``int4`` round the matrices to 8 and 4 bits in groups of 32 when they are loaded; ``gguf`` keeps
     what a GGUF file has in its own bits, exactly. ``auto``: as ``dtype``."""
+    weight_calibration: bool = True
+    """``int4`` is fitted to what the model computes over a short shipped text: once for a model, then kept in the
+    cache. False: rounded without data, at once."""
     attention: Literal["auto", "native", "flashinfer", "triton", "batched", "reference"] = "auto"
     """``native`` is one C++ call per step (CPU), ``flashinfer`` and ``triton`` are kernels over block tables (CUDA),
     ``batched`` is torch, ``reference`` the plain one that all others are measured against. ``auto`` takes the first of

@@ -206,7 +206,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
         store=loaded.store,
         grammars=GrammarDesk(lambda: Vocabulary.load(files.dir, eos=loaded.eos_ids, size=loaded.vocab_size)),
         mover=mover,
-        layout="" if mover is None else layout_of(mover, loaded.revision, loaded.dtype, options.engine),
+        layout="" if mover is None else layout_of(mover, loaded.numbers, loaded.dtype, options.engine),
         versions=versions(loaded.attention, loaded.kv_dtype, loaded.weight_dtype),
         ranks=loaded.ranks,
         memory=lambda: held(

@@ -201,7 +201,7 @@ def _unpacked(
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelStoreError(f"cannot write the cache {place.parent}: {error}; set FOREBAY_CACHE") from error
-    with _lock(place.with_name(f".{place.name}.lock")):
+    with locked(place.with_name(f".{place.name}.lock")):
         if marked := _read_marker(place):
             return marked
         from workers.model.gguf_unpack import unpack
@@ -292,7 +292,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold ``path`` exclusively; the kernel releases it when the process ends, however it ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -143,7 +143,9 @@ def weight_bytes(model: ModelConfig, width: int, weight_dtype: str = "auto") -> 
     total = width * (model.layers * (matrices + vectors) + _mlp_weights(model) + ends + model.hidden)
     if weight_dtype in BITS:
         inner, outer = (width - bits / 8 for bits in BITS[weight_dtype])
-        total -= int(inner * (model.layers * matrices + _mlp_matrices(model)) + outer * ends)
+        fine = ends + model.layers * model.hidden * key
+        coarse = model.layers * (matrices - model.hidden * key) + _mlp_matrices(model)
+        total -= int(inner * coarse + outer * fine)
     return total
 
 

@@ -19,16 +19,16 @@ from workers.model.config import ModelConfig
 from workers.model.deltas import Deltas
 from workers.model.parallel.place import ALONE, Place
 from workers.model.quant.linear import QuantisedLinear
-from workers.model.quant.matrix import Quantised
+from workers.model.quant.matrix import Matrix, Quantised
 from workers.model.weights import LayerWeights, Weights, norm_weight
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries, keys, values [rows, heads, head_dim]) → [rows, heads * head_dim]."""
 
 
-def linear(weight: Tensor | Quantised, bias: Tensor | None = None) -> nn.Linear:
+def linear(weight: Matrix, bias: Tensor | None = None) -> nn.Linear:
     """A linear around ``weight`` [out, in]; a module, so that hooks can count what runs through it."""
-    if isinstance(weight, Quantised):
+    if not isinstance(weight, Tensor):
         return QuantisedLinear(weight, bias)
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
@@ -215,7 +215,7 @@ class LlamaDecoder(nn.Module):
         return sum({part.data_ptr(): part.nbytes for part in parts if part is not None}.values())
 
 
-def _tensors(weight: Tensor | Quantised | None) -> tuple[Tensor, ...]:
+def _tensors(weight: Matrix | None) -> tuple[Tensor, ...]:
     if weight is None:
         return ()
-    return weight.tensors() if isinstance(weight, Quantised) else (weight,)
+    return (weight,) if isinstance(weight, Tensor) else weight.tensors()

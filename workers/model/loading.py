@@ -28,12 +28,13 @@ from workers.model.native.decoder import NativeCache, NativeDecoder, unsupported
 from workers.model.native.runner import NativeRunner
 from workers.model.parallel.ranks import Ranks
 from workers.model.parallel.spread import Spread, spread
-from workers.model.quant.scheme import none_quantised, rounding
+from workers.model.quant.choice import digest_of, path_of, rounding_for
+from workers.model.quant.scheme import none_quantised
 from workers.model.quant.source import as_it_lies, open_gguf
 from workers.model.registry import BUILTIN, architecture
 from workers.model.runner import TorchRunner
 from workers.model.tier_store import Store, open_store
-from workers.model.weights import GgufSource, SafetensorsSource, Weights
+from workers.model.weights import GgufSource, Rounding, SafetensorsSource, Weights
 from workers.model.work import twice_at
 from workers.model_store import ModelFiles, ModelStoreError, Progress, resolve
 
@@ -87,6 +88,8 @@ class LoadedModel:
     """Why ``auto`` did not take what it would rather have: the native kernel on a CPU, FlashInfer or Triton on CUDA."""
     ranks: Ranks | None = None
     """The other processes of a model on several devices."""
+    numbers: str = ""
+    """Names the weights that it computes with: ``revision``, and which rounding of them where that was fitted."""
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -171,13 +174,14 @@ def load(
     if engine.ranks > 1 and (config.windows or config.post_norms):
         raise ValueError(_NO_RANKS.format(tensor=engine.tensor_parallel, pipeline=engine.pipeline_parallel))
     beside = draft.beside(engine, dtype) if draft is not None else Beside()
+    fewer = rounding_for(engine, config, files, opened, architectures, device, cache)
     if engine.ranks == 1:
-        made = _alone(engine, config, opened, max_context, dtype, device, architectures, beside, tables)
+        made = _alone(engine, config, opened, max_context, dtype, device, architectures, beside, tables, fewer)
     elif straight:
         raise ValueError("a GGUF file is not read straight onto several devices; let it be unpacked")
     else:
-        target = architectures.get(config.architecture, "")
-        made = _several(spread(config, files.dir, engine, target, max_context, dtype, device, beside), device)
+        target, at = architectures.get(config.architecture, ""), path_of(fewer)
+        made = _several(spread(config, files.dir, engine, target, max_context, dtype, device, beside, at), device)
     fitter = AdapterFitter(config, engine, made.runner, dtype, device, base_dir) if engine.adapter_room else None
     cache_made, host_tier = made.runner.cache, engine.host_tier
     if host_tier is not None:
@@ -185,7 +189,7 @@ def load(
     store = open_store(
         engine,
         made.runner.host,
-        revision=files.revision,
+        revision=files.revision + digest_of(fewer),
         layout=type(cache_made).__name__,
         dtype=str(dtype),
         base_dir=base_dir,
@@ -215,6 +219,7 @@ def load(
         store=store,
         fallback=made.passed_over if engine.attention == "auto" else None,
         ranks=made.ranks,
+        numbers=files.revision + digest_of(fewer),
     )
     if draft is None:
         return model
@@ -249,6 +254,7 @@ def _alone(
     architectures: Mapping[str, str],
     beside: Beside,
     tables: KvTables,
+    fewer: Rounding | None,
 ) -> _Made:
     """On one device: in the kernel where it can, else in torch."""
     with opened, torch.no_grad():
@@ -256,7 +262,6 @@ def _alone(
         known = opened.kept_bytes(dtype.itemsize) if keep and isinstance(opened, GgufSource) else None
         budget = divide(config, engine, device, dtype, max_context, beside, known, tables)
         reason = _why_not_native(engine, config, architectures.get(config.architecture), dtype, device)
-        fewer = rounding(engine.weight_dtype)
         weights, made = Weights(opened, dtype, device, fresh=False, rounding=fewer, keep=keep), None
         if reason is None:
             try:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workers.model.quant.gguf_blocks import kept, quantised_bytes
-from workers.model.quant.matrix import Quantised, joined
+from workers.model.quant.matrix import Matrix, Quantised, joined
 from workers.model.quant.rounding import RangeError
 from workers.model_store import ModelStoreError
 
@@ -99,6 +99,11 @@ class GgufSource:
     def __init__(self, model: Any) -> None:
         """``model`` is a ``gguf_unpack.GgufModel``."""
         self._model = model
+
+    @property
+    def metadata(self) -> Any:
+        """What the file says beside its tensors."""
+        return self._model.metadata
 
     def names(self) -> set[str]:
         """All tensor names."""
@@ -187,7 +192,7 @@ class Weights:
             try:
                 made = self._rounding(name, self._stored(name, shape))
             except RangeError as error:
-                raise ModelStoreError(f"weight {name!r}: {error}; load it with engine.weight_dtype: auto") from error
+                raise unfit(name, error) from error
         if made is None:
             return self.take(name, shape)
         self.quantised += 1
@@ -210,6 +215,11 @@ class Weights:
         left = sorted(self._left - allowed)
         if left:
             raise ModelStoreError(f"{len(left)} weights have no place in this architecture, among them {left[0]!r}")
+
+
+def unfit(name: str, error: RangeError) -> ModelStoreError:
+    """What to raise for a weight that cannot be rounded."""
+    return ModelStoreError(f"weight {name!r}: {error}; load it with engine.weight_dtype: auto")
 
 
 def _same_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -246,7 +256,7 @@ class LayerWeights:
 
     def fused(
         self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool
-    ) -> tuple[Tensor | Quantised, Tensor | None]:
+    ) -> tuple[Matrix, Tensor | None]:
         """Linears that read the same input as one: weight [sum of rows, columns] and, where there is one, bias."""
         weight = joined([self.matrix(name, size, columns) for name, size in zip(names, rows, strict=True)])
         if not biased:

@@ -25,7 +25,7 @@ from workers.model.native import pack
 from workers.model.native.abi import Layer, Linear, Model, Step, make
 from workers.model.native.adapters import NativeAdapter
 from workers.model.native.build import NativeUnavailableError, load
-from workers.model.quant.matrix import Quantised
+from workers.model.quant.matrix import Matrix
 from workers.model.weights import LayerWeights, Weights, norm_weight
 
 CHOICE = struct.Struct("@fffid")
@@ -304,7 +304,7 @@ class NativeDecoder:
                 "post_ffn_norm": norm("post_feedforward_layernorm", hidden) if config.post_norms else None,
                 "qkv": self._packed(*take.fused(names, sizes, hidden, config.qkv_bias)),
                 "o": self._packed(*take.fused(("self_attn.o_proj",), (hidden,), query, config.output_bias)),
-                "gate_up": self._packed(pack.gated(gate, up), gated),
+                "gate_up": self._packed(pack.gated(gate, up, self._dtype), gated),
                 "down": self._packed(*take.fused(("mlp.down_proj",), (hidden,), ffn, config.mlp_bias)),
                 "cache": cache.data_ptr(),
                 "cos": cos,
@@ -315,19 +315,15 @@ class NativeDecoder:
         )
         return layer
 
-    def _packed(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> Linear:
-        rows, k = weight.shape
-        if isinstance(weight, Quantised):
-            packed, kind = pack.quantised(weight, self._dtype), pack.KINDS[weight.format]
-        else:
-            packed, kind = pack.panels(weight), 0
+    def _packed(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
+        packed = pack.packed(weight, self._dtype)
         self._kept.append(packed)
-        self._bytes += packed.nbytes
+        self._bytes += packed.memory.nbytes
         if bias is not None:
             bias = pack.padded_bias(bias)
             self._kept.append(bias)
             self._bytes += bias.nbytes
-        return pack.linear(packed, rows, k, kind, bias)
+        return pack.linear(packed, weight.shape[1], bias)
 
     def _vector(self, weight: Tensor) -> int:
         self._bytes += weight.numel() * 4

@@ -21,6 +21,11 @@ struct Linear {
   const float* bias;  // padded to n, or null
   long n, k;          // n is padded to a multiple of 32
   long kind, stride;  // Kind, and the bytes of a panel
+  long first, later_kind, later_stride;  // so many panels are of that kind, those behind them of this one
+  const uint8_t* panel(long p) const {
+    return (const uint8_t*)w + std::min(p, first) * stride + std::max(p - first, 0L) * later_stride;
+  }
+  long kind_of(long p) const { return p < first ? kind : later_kind; }
 };
 
 inline V silu(V x) { return div(x, add(set1(1.f), exp(sub(zero(), x)))); }
@@ -153,14 +158,15 @@ inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, lo
   alignas(64) float updates[kRows * kPanel];
   const long unit = (E == kSilu || E == kGelu) ? long(sizeof(typename P::T)) : 4, tiles = (rows + kRows - 1) / kRows;
   for (long p = p0; p < p1; p++) {
-    const uint8_t* panel = (const uint8_t*)l.w + p * l.stride;
+    const uint8_t* panel = l.panel(p);
+    const long kind = l.kind_of(p);
     for (long t = 0; t < tiles; t++) {
       const long r = rows * t / tiles, n = rows * (t + 1) / tiles - r;
       Sums sums;
-      if (l.kind == kDense)
+      if (kind == kDense)
         accumulator<P, true>(n)(x + r * l.k, l.k, (const typename P::T*)panel, l.k, sums);
       else if (t == 0)
-        reader<P>(l.kind, n)(x, l.k, panel, l.k, unpacked, tiles > 1 ? kPanel * P::K : 0, sums);
+        reader<P>(kind, n)(x, l.k, panel, l.k, unpacked, tiles > 1 ? kPanel * P::K : 0, sums);
       else
         accumulator<P, false>(n)(x + r * l.k, l.k, unpacked, l.k, sums);
       const float* update = low ? low->sum(row + r, n, p, updates) : nullptr;
@@ -172,11 +178,12 @@ inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, lo
 // Column n (a row of the embedding) as floats.
 template <class P>
 inline void column(const Linear& l, long n, float* out, typename P::T* unpacked) {
-  const uint8_t* panel = (const uint8_t*)l.w + n / kPanel * l.stride;
+  const uint8_t* panel = l.panel(n / kPanel);
+  const long kind = l.kind_of(n / kPanel);
   const typename P::T* w = (const typename P::T*)panel;
-  if (l.kind != kDense) {
+  if (kind != kDense) {
     Sums none;
-    reader<P>(l.kind, 0)(nullptr, 0, panel, l.k, unpacked, kPanel * P::K, none);
+    reader<P>(kind, 0)(nullptr, 0, panel, l.k, unpacked, kPanel * P::K, none);
     w = unpacked;
   }
   w += n % kPanel * P::K;

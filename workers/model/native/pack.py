@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from workers.model.native.abi import Linear
-from workers.model.quant.matrix import GROUP, Q4, Q4K, Q8, SUPER, Quantised, joined
+from workers.model.quant.matrix import GROUP, Q4, Q4K, Q8, SUPER, Matrix, Quantised, Stacked, joined
 
 PANEL = 32
 LANES = 16
@@ -72,9 +73,14 @@ def quantised(weight: Quantised, dtype: torch.dtype) -> Tensor:
     return packed
 
 
-def gated(gate: Tensor | Quantised, up: Tensor | Quantised) -> Tensor | Quantised:
-    """gate and up [ffn, hidden] → [2 ffn, hidden]: 16 gate rows, then their 16 up rows, as the gated epilogue reads."""
+def gated(gate: Tensor | Quantised, up: Tensor | Quantised, dtype: torch.dtype) -> Tensor | Quantised:
+    """gate and up [ffn, hidden] → [2 ffn, hidden]: 16 gate rows, then their 16 up rows, as the gated epilogue reads.
+
+    In ``dtype`` where their formats differ.
+    """
     both = joined([gate, up])
+    if isinstance(both, Stacked):
+        both = both.dense(dtype)
     return both.rows(_interleaved) if isinstance(both, Quantised) else _interleaved(both)
 
 
@@ -94,8 +100,48 @@ def padded_bias(bias: Tensor) -> Tensor:
     return made
 
 
-def linear(packed: Tensor, rows: int, k: int, kind: int = 0, bias: Tensor | None = None) -> Linear:
-    """The structure over packed weights of ``rows`` outputs and a padded bias. The caller keeps both tensors alive."""
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Panels in the kernel's layout, those of one kind before those of another where there are two."""
+
+    memory: Tensor
+    runs: tuple[tuple[int, int, int], ...]
+    """One or two: ``Kind``, panels, bytes of a panel."""
+
+
+def packed(weight: Matrix, dtype: torch.dtype) -> Packed:
+    """weight [n, k] for a kernel that computes in ``dtype``. What changes its format within a panel becomes dense."""
+    if isinstance(weight, Stacked) and (len(weight.layers) > 2 or len(weight.layers[0].codes) % PANEL):
+        weight = weight.dense(dtype)
+    if isinstance(weight, Tensor):
+        made = panels(weight)
+        return Packed(made, (_run(0, len(weight), made),))
+    layers = weight.layers if isinstance(weight, Stacked) else (weight,)
+    pieces = [quantised(one, dtype) for one in layers]
+    runs = tuple(_run(KINDS[one.format], len(one.codes), piece) for one, piece in zip(layers, pieces, strict=True))
+    memory = pieces[0]
+    if len(pieces) > 1:
+        memory = buffer(sum(piece.nbytes for piece in pieces), torch.uint8)
+        torch.cat(pieces, out=memory)
+    return Packed(memory, runs)
+
+
+def _run(kind: int, rows: int, made: Tensor) -> tuple[int, int, int]:
     count = -(-rows // PANEL)
-    at = None if bias is None else bias.data_ptr()
-    return Linear(w=packed.data_ptr(), bias=at, n=count * PANEL, k=k, kind=kind, stride=packed.nbytes // count)
+    return kind, count, made.nbytes // count
+
+
+def linear(made: Packed, k: int, bias: Tensor | None = None) -> Linear:
+    """The structure over packed weights and a padded bias. The caller keeps both tensors alive."""
+    (kind, first, stride), (later_kind, _, later_stride) = made.runs[0], made.runs[-1]
+    return Linear(
+        w=made.memory.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        n=sum(count for _, count, _ in made.runs) * PANEL,
+        k=k,
+        kind=kind,
+        stride=stride,
+        first=first,
+        later_kind=later_kind,
+        later_stride=later_stride,
+    )

@@ -125,9 +125,8 @@ struct Impl final : Engine {
     mine.ahead = mine.ahead_end = nullptr;
     if (next) {
       const Grid then(n, next->n, threads);
-      mine.ahead =
-          (const char*)next->w + then.panel(long(then.tasks()) * walk.thread / threads % then.parts) * next->stride;
-      mine.ahead_end = mine.ahead + std::min(kIdle, next->n / kPanel * next->stride / threads);
+      mine.ahead = (const char*)next->panel(then.panel(long(then.tasks()) * walk.thread / threads % then.parts));
+      mine.ahead_end = mine.ahead + std::min(kIdle, (next->panel(next->n / kPanel) - next->panel(0)) / threads);
     }
     return walk.each(
         grid.tasks(),

@@ -30,6 +30,8 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     dtype: str
     max_context: int
     threads: int
+    fitted: str
+    """The file of a fitted rounding, if there is one."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

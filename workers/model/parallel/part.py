@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from workers.config import EngineConfig, kv_bytes_per_token
 from workers.model.attention import AttentionBackend, AttentionShape, choose
@@ -15,7 +16,8 @@ from workers.model.kv_cache import KvCache, block_count, make_cache
 from workers.model.parallel.group import Group
 from workers.model.parallel.shards import ShardSource
 from workers.model.parallel.split import Split, SplitError
-from workers.model.quant.scheme import rounding
+from workers.model.quant.choice import rounding_at
+from workers.model.quant.matrix import Quantised
 from workers.model.registry import architecture
 from workers.model.runner import Decoder
 from workers.model.weights import SafetensorsSource, Weights
@@ -97,12 +99,22 @@ def build(
     max_context: int,
     dtype: torch.dtype,
     device: torch.device,
+    fitted: str = "",
 ) -> Part:
-    """Load the part. Raises ModelStoreError, KvCacheSizeError, SplitError, ValueError."""
+    """Load the part. ``fitted``: where the rounding lies, if it was fitted (``quant/choice.py``).
+
+    Raises ModelStoreError, KvCacheSizeError, SplitError, ValueError.
+    """
     part = split.part
     made = decoder_class(part, target)
+    whole = rounding_at(engine.weight_dtype, fitted)
+
+    def rounding(name: str, weight: Tensor) -> Quantised:
+        assert whole is not None
+        return whole(split.stored(name) or name, weight)
+
     with SafetensorsSource(directory) as opened, torch.no_grad():
-        weights = Weights(ShardSource(opened, split), dtype, device, rounding=rounding(engine.weight_dtype))
+        weights = Weights(ShardSource(opened, split), dtype, device, rounding=whole and rounding)
         decoder = made(part, weights, max_context, group)
         weights.close(frozenset({"lm_head.weight"} if part.tied else ()))
     shape = AttentionShape(part.heads, part.kv_heads, part.head_dim, dtype, engine.kv_dtype)

@@ -65,7 +65,9 @@ def _follow(channel: Channel, setup: Setup) -> None:
             if not isinstance(begin, Begin):
                 return
             group = Group(split, Path(setup.store), device, engine.rank_timeout_s)
-            made = part.build(split, group, directory, engine, setup.target, begin.blocks, context, dtype, device)
+            made = part.build(
+                split, group, directory, engine, setup.target, begin.blocks, context, dtype, device, setup.fitted
+            )
             heap.settle()  # a full collection in one rank would stall them all
             channel.send(messages.encode(Ready(made.weight_bytes, made.cache.block_bytes)))
         except (ValueError, OSError) as error:

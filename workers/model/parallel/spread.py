@@ -145,8 +145,10 @@ def spread(
     dtype: torch.dtype,
     device: torch.device,
     beside: Beside,
+    fitted: str = "",
 ) -> Spread:
     """Start the other ranks and load everybody's part. Sets torch's thread count. ``beside``: on rank 0 alone.
+    ``fitted``: as in ``part.build``.
 
     Raises SplitError for a model that does not divide, ValueError for what goes wrong on any rank.
     """
@@ -171,6 +173,7 @@ def spread(
                     str(dtype).removeprefix("torch."),
                     max_context,
                     threads,
+                    fitted,
                 )
                 for rank in range(1, count)
             ]
@@ -180,7 +183,9 @@ def spread(
         ranks.tell(Begin(budget.blocks))
         group = Group(split, store, devices[0], engine.rank_timeout_s)
         ranks.at_end(group.close)
-        made = part.build(split, group, directory, engine, target, budget.blocks, max_context, dtype, devices[0])
+        made = part.build(
+            split, group, directory, engine, target, budget.blocks, max_context, dtype, devices[0], fitted
+        )
         ready = ranks.answers(Ready)
         if device.type == "cpu":  # NCCL looks into it later too
             ranks.joined()

@@ -9,13 +9,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from workers.model.quant.matrix import Quantised
+from workers.model.quant.matrix import Quantised, Stacked
 
 
 class QuantisedLinear(nn.Linear):
     """y = x W^T + b with W = ``matrix.dense()``; an ``nn.Linear``, so that hooks see it as one."""
 
-    def __init__(self, matrix: Quantised, bias: Tensor | None) -> None:
+    def __init__(self, matrix: Quantised | Stacked, bias: Tensor | None) -> None:
         """``bias`` [outputs]."""
         rows, columns = matrix.shape
         super().__init__(columns, rows, bias=False, device="meta")

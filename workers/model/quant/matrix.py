@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -110,16 +111,44 @@ class Quantised:
         return values.to(torch.bfloat16).view(len(self.codes), -1)[:, : self.columns]
 
 
-def joined(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
-    """Matrices of the same inputs as one, in order; dense (bfloat16 numbers) where their formats differ."""
-    first = parts[0]
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Matrices of the same inputs whose formats differ, as one: the rows of the first, then those of the next."""
+
+    layers: tuple[Quantised, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return sum(len(one.codes) for one in self.layers), self.layers[0].columns
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Codes and parts of all."""
+        return tuple(tensor for one in self.layers for tensor in one.tensors())
+
+    def dense(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """As ``Quantised.dense``."""
+        return torch.cat([one.dense(dtype) for one in self.layers])
+
+
+Matrix = Tensor | Quantised | Stacked
+"""What a linear multiplies with."""
+
+
+def joined(parts: Sequence[Tensor | Quantised]) -> Matrix:
+    """Matrices of the same inputs as one, in order; dense where one of them is."""
     if len(parts) == 1:
-        return first
-    if isinstance(first, Quantised):
-        same = [part for part in parts if isinstance(part, Quantised) and part.format is first.format]
-        if len(same) == len(parts):
-            columns = zip(*(part.tensors() for part in same), strict=True)
-            codes, *scales = (torch.cat(column) for column in columns)
-            return Quantised(first.format, first.columns, codes, tuple(scales))
-    dtype = next((part.dtype for part in parts if isinstance(part, Tensor)), torch.bfloat16)
-    return torch.cat([part.dense(dtype) if isinstance(part, Quantised) else part for part in parts])
+        return parts[0]
+    kept = [part for part in parts if isinstance(part, Quantised)]
+    if len(kept) < len(parts):
+        dtype = next(part.dtype for part in parts if isinstance(part, Tensor))
+        return torch.cat([part.dense(dtype) if isinstance(part, Quantised) else part for part in parts])
+    runs = [list(run) for _, run in groupby(kept, key=lambda part: part.format.name)]
+    made = tuple(cat(run) for run in runs)
+    return made[0] if len(made) == 1 else Stacked(made)
+
+
+def cat(parts: Sequence[Quantised]) -> Quantised:
+    """Matrices of the same inputs and format as one, in order."""
+    codes, *scales = (torch.cat(column) for column in zip(*(part.tensors() for part in parts), strict=True))
+    return Quantised(parts[0].format, parts[0].columns, codes, tuple(scales))

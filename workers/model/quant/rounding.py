@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workers.model.quant.matrix import CUDA_ROWS, GROUP, Q4K, Q8, SUPER, Quantised, joined
+from workers.model.quant.matrix import CUDA_ROWS, GROUP, Q4K, Q8, SUPER, Quantised, cat
 
 LARGEST = 1e6
 """Of a weight: beyond it a half cannot hold the scale."""
@@ -43,18 +43,21 @@ def int4(weight: Tensor) -> Quantised:
     return _in_parts(weight, _int4)
 
 
+def check(weight: Tensor) -> None:
+    """Raises RangeError for a weight that has no scale."""
+    if not weight.abs().amax() <= LARGEST:  # also when it is NaN
+        raise RangeError(f"a weight is not finite or beyond {LARGEST:.0e}")
+
+
 def _in_parts(weight: Tensor, quantise: Callable[[Tensor, int], Quantised]) -> Quantised:
     rows, columns = weight.shape
     step = max(1, (CUDA_ROWS if weight.is_cuda else _CACHED) // columns)
-    made: list[Tensor | Quantised] = []
+    made = []
     for start in range(0, rows, step):
         part = weight[start : start + step].float()
-        if not part.abs().amax() <= LARGEST:  # also when it is NaN
-            raise RangeError(f"a weight is not finite or beyond {LARGEST:.0e}")
+        check(part)
         made.append(quantise(pad(part, (0, -columns % GROUP)).view(len(part), -1, GROUP), columns))
-    whole = joined(made)
-    assert isinstance(whole, Quantised)
-    return whole
+    return cat(made)
 
 
 def _half_up(x: Tensor) -> Tensor:
@@ -62,7 +65,7 @@ def _half_up(x: Tensor) -> Tensor:
     return (x * (1 + 2**-10) + 2**-25 * (x > 0)).half()
 
 
-def _quotient(x: Tensor, by: Tensor) -> Tensor:
+def quotient(x: Tensor, by: Tensor) -> Tensor:
     """x ÷ by, 0 where that is 0."""
     return torch.where(by > 0, x / by, 0.0)
 
@@ -70,18 +73,38 @@ def _quotient(x: Tensor, by: Tensor) -> Tensor:
 def _int8(x: Tensor, columns: int) -> Quantised:
     """x fp32 [rows, groups, 32]."""
     d = _half_up(x.abs().amax(-1) / 127)
-    codes = _quotient(x, d.float()[..., None]).round_().to(torch.int8)
+    codes = quotient(x, d.float()[..., None]).round_().to(torch.int8)
     return Quantised(Q8, columns, codes.view(len(x), -1), (d,))
 
 
 def _int4(x: Tensor, columns: int) -> Quantised:
     """x fp32 [rows, groups, 32]."""
-    d, m = _search(x)
+    importance = x.square()
+    importance += importance.mean((1, 2), keepdim=True)
+    parts = grid(x, importance)
+    scale, shift = lines(parts)
+    codes = quotient(x - shift[..., None], scale[..., None]).round_().clamp_(0, 15).to(torch.uint8)
+    return packed(codes.view(len(x), -1), columns, parts)
+
+
+def grid(x: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The scales of q4k that suit x fp32 [rows, groups, 32] best, an error in a weight counting ``importance`` (>= 0,
+    of a shape that stretches to that of x)."""
+    d, m = _search(x, importance.expand_as(x))
     (factor, a), (offset, b) = _nested(d), _nested(-m)
-    scale, shift = Q4K.scales(factor, offset, a, b)
-    assert shift is not None
-    codes = _quotient(x - shift[..., None], scale[..., None]).round_().clamp_(0, 15).to(torch.uint8).view(len(x), -1)
-    return Quantised(Q4K, columns, codes[:, ::2] | codes[:, 1::2] << 4, (factor, offset, a, b))
+    return factor, offset, a, b
+
+
+def lines(parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Factor and offset fp32 [rows, groups] that ``grid``'s scales stand for."""
+    factor, offset = Q4K.scales(*parts)
+    assert offset is not None
+    return factor, offset
+
+
+def packed(codes: Tensor, columns: int, parts: tuple[Tensor, ...]) -> Quantised:
+    """q4k of codes uint8 [rows, groups x 32], one in a byte."""
+    return Quantised(Q4K, columns, codes[:, ::2] | codes[:, 1::2] << 4, parts)
 
 
 def _nested(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,20 +112,18 @@ def _nested(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = x.shape[1]
     top = _half_up(pad(x, (0, -groups % SUPER)).view(len(x), -1, SUPER).amax(-1) / 255)
     spread = top.float().repeat_interleave(SUPER, 1)[:, :groups]
-    return top, _quotient(x, spread).round_().to(torch.uint8)
+    return top, quotient(x, spread).round_().to(torch.uint8)
 
 
-def _search(x: Tensor) -> tuple[Tensor, Tensor]:
+def _search(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Factor d >= 0 and offset m <= 0 [rows, groups] of x [rows, groups, 32] with the least weighted error."""
-    weight = x.square()
-    weight += weight.mean((1, 2), keepdim=True)
     low, high = x.amin(-1).clamp_(max=0), x.amax(-1).clamp_(min=0)
     sums, sum_x = weight.sum(-1), (weight * x).sum(-1)
     best_d, best_m = (high - low) / 15, low
     best = torch.full_like(low, torch.inf)
     for part in SHRINKS:
         d = (high - low) * (part / 15)
-        q = _quotient(x - (low * part)[..., None], d[..., None]).round_().clamp_(0, 15)
+        q = quotient(x - (low * part)[..., None], d[..., None]).round_().clamp_(0, 15)
         d, m = _fitted(weight * q, q, x, sums, sum_x, (d, low * part))
         error = (weight * torch.addcmul(m[..., None] - x, q, d[..., None]).square_()).sum(-1)
         better = error < best
@@ -123,4 +144,4 @@ def _fitted(
     sound = det > 1e-5 * sums * sum_qq
     d = torch.where(sound, (sums * sum_qx - sum_q * sum_x) / det, unfitted[0])
     m = torch.where(sound, (sum_qq * sum_x - sum_q * sum_qx) / det, unfitted[1])
-    return torch.where(m > 0, _quotient(sum_qx, sum_qq), d).clamp_(min=0), m.clamp_(max=0)
+    return torch.where(m > 0, quotient(sum_qx, sum_qq), d).clamp_(min=0), m.clamp_(max=0)

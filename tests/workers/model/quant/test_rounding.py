@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tests.workers.model.quant.formats import FORMATS, q4
-from workers.model.quant.matrix import Quantised, joined
+from workers.model.quant.matrix import Quantised, Stacked, joined
 from workers.model.quant.rounding import RangeError, int4, int8
 
 SPREADS = {"normal": 0.0, "outliers": 0.01, "tiny": 1e-4, "large": 300.0}
@@ -95,7 +95,8 @@ def test_a_weight_that_no_scale_can_hold_is_refused(quantise: Callable[[Tensor],
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_independent(name: str) -> None:
-    """Reordered and joined they are the same rows; formats of different kinds join as the weights they stand for."""
+    """Reordered and joined they are the same rows; others are stacked behind them, or all become dense with those that
+    are."""
     weight = weights(7, 40, 272, "normal")
     whole, order = FORMATS[name](weight), torch.randperm(40, generator=torch.Generator().manual_seed(1))
     assert torch.equal(whole.rows(lambda part: part[order]).dense(), whole.dense()[order])
@@ -104,6 +105,10 @@ def test_rows_are_independent(name: str) -> None:
     assert isinstance(both, Quantised)
     assert torch.equal(both.dense(), whole.dense())
     assert both.nbytes == whole.nbytes
+    stacked = joined([whole, FORMATS["q8" if name != "q8" else "q4"](weight)])
+    assert isinstance(stacked, Stacked)
+    assert stacked.shape == (80, 272)
+    assert torch.equal(stacked.dense()[:40], whole.dense())
     mixed = joined([whole, weight.bfloat16()])
     assert isinstance(mixed, Tensor)
     assert torch.equal(mixed, torch.cat([whole.dense(), weight.bfloat16()]))

@@ -25,7 +25,8 @@ SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 272, "head_dim"
 
 
 def loaded(source: Path | ModelFiles, **settings: object) -> LoadedModel:
-    base = {"device": "cpu", "dtype": "float32", "blocks": 64, "threads": 1}
+    """Without calibration, unless asked for: what that adds has tests of its own."""
+    base = {"device": "cpu", "dtype": "float32", "blocks": 64, "threads": 1, "weight_calibration": False}
     return load(source, EngineConfig.model_validate({**base, **settings}))
 
 
@@ -48,9 +49,14 @@ def dequantised(folder: Path, weight_dtype: str, to: Path) -> Path:
 
 @pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("attention", ["native", "batched"])
-def test_it_computes_with_the_rounded_weights_bit_for_bit(weight_dtype: str, attention: str, tmp_path: Path) -> None:
-    """The kernel and torch alike; and it is not the model that was there before."""
-    folder = tiny.write_directory(tiny.model(4, **SIZES), tmp_path / "plain")
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_it_computes_with_the_rounded_weights_bit_for_bit(
+    weight_dtype: str, attention: str, kv_heads: int, tmp_path: Path
+) -> None:
+    """The kernel and torch alike, wherever the values begin among queries and keys: at the start of one of the kernel's
+    panels of 32 rows, or within one. And it is not the model that was there before."""
+    made = tiny.model(4, **SIZES, num_key_value_heads=kv_heads)
+    folder = tiny.write_directory(made, tmp_path / "plain")
     exact = dequantised(folder, weight_dtype, tmp_path / "rounded")
     found = loaded(folder, weight_dtype=weight_dtype, attention=attention)
     logits, before = (
