@@ -46,6 +46,8 @@ def rounding_for(
 
     def fit() -> dict[str, Quantised]:
         began = time.monotonic()
+        # A large model on few cores takes long enough that whoever waits for it asks why.
+        _logger.info("rounding_is_fitted", layers=config.layers, without="engine.weight_calibration: false")
         found = calibrated(made, config, opened, _pieces(_tokenizer(files, opened), sample, config), device)
         _logger.info("rounding_fitted", seconds=round(time.monotonic() - began, 1), matrices=len(found))
         return found

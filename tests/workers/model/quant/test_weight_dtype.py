@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gateway.bench.evals.tasks import LANGUAGES, text
 from tests.workers.model import tiny
 from tests.workers.model.harness import logits_of
+from tests.workers.model.quant import moved
 from tests.workers.model.test_perplexity import TEXT
 from workers.config import EngineConfig
 from workers.model.loading import LoadedModel, load
@@ -24,10 +26,10 @@ TOKENS = [(7 * index * index + 3 * index) % 290 for index in range(60)]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 272, "head_dim": 16, "tie_word_embeddings": False}
 
 
-def loaded(source: Path | ModelFiles, **settings: object) -> LoadedModel:
+def loaded(source: Path | ModelFiles, cache: Path | None = None, **settings: object) -> LoadedModel:
     """Without calibration, unless asked for: what that adds has tests of its own."""
     base = {"device": "cpu", "dtype": "float32", "blocks": 64, "threads": 1, "weight_calibration": False}
-    return load(source, EngineConfig.model_validate({**base, **settings}))
+    return load(source, EngineConfig.model_validate({**base, **settings}), cache=cache)
 
 
 def dequantised(folder: Path, weight_dtype: str, to: Path) -> Path:
@@ -148,3 +150,27 @@ def test_the_bundled_model_shrinks_and_stays_what_it_is(
     assert model.weight_bytes <= smaller * before.weight_bytes
     assert math.exp(float(likely.mean() - found.mean())) - 1 <= worse
     assert torch.equal(found, likely) == (weight_dtype == "gguf")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("off_the_grid", [False, True])
+def test_calibrated_int4_keeps_its_quality(off_the_grid: bool, smollm2: ModelFiles, tmp_path: Path) -> None:
+    """Issue 7, and not only for a model that was published in 4 bits: over this text and those of ``forebay eval``,
+    none of which it is calibrated on."""
+    source = moved.write(smollm2, tmp_path / "moved") if off_the_grid else smollm2
+    tokenizer = Tokenizer.load(smollm2.dir)
+    texts = [TEXT.read_text(encoding="utf-8"), *(text(language) for language in LANGUAGES)]
+    tokens = [list(tokenizer.encode_text(one)) for one in texts]
+
+    def surprise(model: LoadedModel) -> float:
+        return -float(torch.cat([log_probabilities(model, one) for one in tokens]).mean())
+
+    before = loaded(source, dtype="bfloat16")
+    exact = surprise(before)
+    plain = surprise(loaded(source, dtype="bfloat16", weight_dtype="int4"))
+    model = loaded(source, tmp_path, dtype="bfloat16", weight_dtype="int4", weight_calibration=True)
+    fitted = surprise(model)
+    assert model.weight_bytes <= 0.35 * before.weight_bytes
+    assert math.expm1(fitted - exact) <= 0.08
+    if off_the_grid:
+        assert fitted - exact < 0.7 * (plain - exact)
