@@ -119,7 +119,7 @@ class GrammarCheck:
             if answered:
                 self._idle.append(child)
             else:
-                _log.warning("grammar_child_ended", pid=child.pid)
+                _log.warning("grammar_child_ended", pid=child.pid, returncode=child.returncode)
                 await _end(child)
 
     async def _start(self) -> Process:
