@@ -229,6 +229,7 @@ def _pool(
         tokenizer_sha256=lambda: handle.files.tokenizer_sha256 if handle.files is not None else None,
         base_dir=str(base_dir),
         worker_env={LEVEL_ENV: env.get(LEVEL_ENV) or settings.log.level, **telemetry.worker_environment()},
+        architectures={item.spec.architecture: item.spec.target for item in registry.models()},
     )
 
 

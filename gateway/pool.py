@@ -66,13 +66,14 @@ class Pool:
         tokenizer_sha256: Callable[[], str | None] = lambda: None,
         base_dir: str = ".",
         worker_env: Mapping[str, str] | None = None,
+        architectures: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
         """``source``: what the workers load. ``tokenizer_sha256``: the gateway's, once known; workers must have it too.
 
         ``base_dir``: the YAML's folder. ``worker_env``: added to the environment of workers that are started here
-        (``workers.collector.worker_environment``).
+        (``workers.collector.worker_environment``). ``architectures``: see ``WorkerSpec``.
         """
         self.model = model
         self.name = config.name
@@ -91,6 +92,7 @@ class Pool:
                     engine=config.engine,
                     base_dir=base_dir,
                     env=dict(worker_env or {}),
+                    architectures=dict(architectures or {}),
                 ),
                 launcher,
                 _Notifying(listener, self._changed),

@@ -62,6 +62,15 @@ def forebay_launchers() -> list[LauncherSpec]:
 @hookimpl
 def forebay_models() -> list[ModelSpec]:
     """Which architectures a worker can load, by the name in a model's config.json."""
+    dense, mixture = "workers.model.llama:LlamaDecoder", "workers.model.moe:MoeDecoder"
     return [
-        ModelSpec("LlamaForCausalLM", "workers.model.llama:Llama", "Llama family: RMSNorm, RoPE, GQA, SwiGLU."),
+        ModelSpec("LlamaForCausalLM", dense, "Llama and what is built like it: RMSNorm, RoPE, GQA, SwiGLU."),
+        ModelSpec("MistralForCausalLM", dense, "Llama's decoder, with or without sliding windows."),
+        ModelSpec("Qwen2ForCausalLM", dense, "Llama's decoder with biases of q, k and v."),
+        ModelSpec("Qwen3ForCausalLM", dense, "Llama's decoder with normed q and k."),
+        ModelSpec("Gemma2ForCausalLM", dense, "Windows in every second layer, soft caps, norms behind both parts."),
+        ModelSpec("Gemma3ForCausalLM", dense, "Windows in five of six layers, normed q and k."),
+        ModelSpec("MixtralForCausalLM", mixture, "A mixture of experts in place of the MLP."),
+        ModelSpec("Qwen2MoeForCausalLM", mixture, "Experts, and one that all tokens share."),
+        ModelSpec("Qwen3MoeForCausalLM", mixture, "Experts, with normed q and k."),
     ]

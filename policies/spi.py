@@ -303,7 +303,12 @@ class LauncherSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model architecture a worker can load. ``target`` is ``module:attribute``: listing models loads no torch."""
+    """One model architecture a worker can load: what ``architectures`` in a model's config.json names.
+
+    ``target`` is ``module:attribute``, so that listing models loads no torch; workers that a gateway starts are told
+    of it, one that is started by hand with ``--architecture``. It is called with (``ModelConfig``, ``Weights``, longest
+    context) and is a decoder as ``workers/model/llama.py`` has one.
+    """
 
     architecture: str
     target: str

@@ -182,8 +182,10 @@ def load_model(options: WorkerOptions) -> ServedModel:
     from workers.model.loading import load  # torch: seconds, and in vain if there were no model
     from workers.model.memory import held
     from workers.model.mover import layout_of, mover_of
+    from workers.model.registry import BUILTIN
 
-    loaded = load(files, options.engine, base_dir=options.base_dir)
+    known = {**BUILTIN, **options.architectures}
+    loaded = load(files, options.engine, base_dir=options.base_dir, architectures=known)
     frozen = heap.settle()
     logger.info("model_loaded", seconds=round(time.monotonic() - began, 2), frozen_objects=frozen, **figures(loaded))
     mover = mover_of(loaded.runner) if options.engine.role != "both" else None

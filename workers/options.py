@@ -12,7 +12,7 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Annotated, BinaryIO, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -43,6 +43,8 @@ class WorkerOptions(BaseModel):
     model: str = "model"
     source: str = ""
     base_dir: str = "."
+    architectures: dict[str, Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]] = {}
+    """Model architectures beside those every worker knows: name in a model's config.json → ``module:attribute``."""
     engine: EngineConfig = EngineConfig()
     drain_s: float = Field(30.0, ge=0)
     """How long SIGTERM waits for running requests."""
@@ -86,6 +88,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ, stdin: Binar
         "name": arguments.name,
         "model": arguments.model or arguments.source,
         "source": arguments.source,
+        "architectures": dict(_pair(text) for text in arguments.architecture),
         "engine": _engine(arguments.engine),
         "drain_s": arguments.drain_s,
         "metrics_host": arguments.metrics_host,
@@ -119,6 +122,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--listen", default="127.0.0.1:9000", metavar="ADDRESS", help="host:port or unix:/path")
     made.add_argument("--model", help="the name that clients ask for (default: the source)")
     made.add_argument("--name", default=f"worker-{os.getpid()}", help="the worker's name in logs and traces")
+    made.add_argument(
+        "--architecture",
+        action="append",
+        default=[],
+        metavar="NAME=MODULE:ATTRIBUTE",
+        help="a model architecture of a plugin (a gateway tells its own workers)",
+    )
     made.add_argument("--engine", metavar="JSON", help="the engine block as JSON, or @file")
     made.add_argument(
         "--secret-env", default="FOREBAY_WORKER_SECRET", metavar="NAME", help="variable with the gateway's secret"
@@ -136,6 +146,13 @@ def parser() -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise OptionsError(f"{message}; forebay worker --help lists the options")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, target = text.partition("=")
+    if not (name and sign):
+        raise OptionsError(f"--architecture {text}: write NAME=module:attribute, e.g. MyForCausalLM=my_models:Decoder")
+    return name, target
 
 
 def _engine(text: str | None) -> object:

@@ -16,7 +16,11 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Option("--config", help="Configuration; the demo by default.")] = None,
+    path: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG]", help="Configuration; the demo by default."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="The same, as other commands have it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Look for what would keep Forebay from starting.
@@ -29,7 +33,7 @@ def doctor(
 
     from gateway.cli.checks import everything
 
-    findings = everything(str(config) if config else None)
+    findings = everything(path or (str(config) if config else None))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

@@ -36,11 +36,20 @@ def test_the_engine_block_may_be_a_file(tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_gateway_is_understood() -> None:
-    spec = WorkerSpec("m/p-0", 0, "m", "src", EngineConfig(kv_cache="64MiB", blocks=9), base_dir="/etc/forebay")
+    spec = WorkerSpec(
+        "m/p-0",
+        0,
+        "m",
+        "src",
+        EngineConfig(kv_cache="64MiB", blocks=9),
+        base_dir="/etc/forebay",
+        architectures={"MineForCausalLM": "mine:Decoder"},
+    )
     line = spec_line(spec, "unix:/tmp/x/w.sock", SECRET, 4321)
     options = parse(["--spec-stdin"], env={}, stdin=io.BytesIO(line + b"more"))
     assert (options.name, options.model, options.source, options.base_dir) == ("m/p-0", "m", "src", "/etc/forebay")
     assert options.engine == spec.engine
+    assert options.architectures == spec.architectures
     assert (options.secret, options.parent_pid, options.stdin_lifeline) == (SECRET, 4321, True)
 
 
@@ -56,6 +65,8 @@ def test_the_line_of_a_gateway_is_understood() -> None:
         ([*BY_HAND, "--engine", '{"blokcs": 1}'], {"FOREBAY_WORKER_SECRET": SECRET}, "engine.blokcs: Extra inputs"),
         (["--source", "x", "--listen", "nowhere"], {"FOREBAY_WORKER_SECRET": SECRET}, "address"),
         (["--colour"], {}, "forebay worker --help"),
+        ([*BY_HAND, "--architecture", "Mine"], {"FOREBAY_WORKER_SECRET": SECRET}, "write NAME=module:attribute"),
+        ([*BY_HAND, "--architecture", "Mine=my.module"], {"FOREBAY_WORKER_SECRET": SECRET}, "architectures.Mine"),
         (["--drain-s", "soon"], {}, "--drain-s"),
     ],
 )

@@ -10,7 +10,8 @@ Rules
 - After ``purge`` no block of the scope can be hit; nothing of it is handed out again before it was zeroed.
 - The empty scope cannot be purged: it marks blocks of public prefixes, and of callers without a namespace.
 - A block bears the labels of everybody who computed or hit it, so that a purge by label finds each copy of a content.
-  Blocks of public prefixes bear none: they are nobody's.
+  Blocks of public prefixes bear none: they are nobody's. One with more than ``MAX_LABELS`` bears every label from then
+  on: any purge by label takes it, which costs a recompute, and nothing grows with the number of users.
 
 Free blocks are a stack (nothing ever leaves its middle); cached ones are intrusive lists (``eviction.py``). Every
 operation is O(1) per block, O(log tenants) when tenants compete for room. Paged blocks and sharing by reference count:
@@ -30,7 +31,10 @@ from workers.engine.tables import KEY_BYTES
 PUBLIC_OWNER = "\0public"
 """Owns the cached blocks of public prefixes: no tenant's flood counts against another's share of them."""
 HOT_PREFIXES = 64
+MAX_LABELS = 4096
 _NONE: frozenset[bytes] = frozenset()
+_EVERY = frozenset((b"",))
+"""Stands for every label; nobody's own is empty."""
 
 
 class Holding(NamedTuple):
@@ -139,10 +143,12 @@ class BlockPool:
         old = union = _NONE
         for block in blocks:
             present = self._labels[block]
-            if present is labels or self._owner[block] == PUBLIC_OWNER:
+            if present is labels or present is _EVERY or self._owner[block] == PUBLIC_OWNER:
                 continue
             if present is not old or not union:  # neighbours mostly bear the same
                 old, union = present, labels if present <= labels else present | labels
+                if len(union) > MAX_LABELS:
+                    union = _EVERY
             self._labels[block] = union
 
     def lookup(self, keys: Iterable[BlockKey]) -> list[int]:
@@ -333,4 +339,5 @@ def concerned(scopes: frozenset[bytes], labels: frozenset[bytes]) -> Callable[[b
     """Whether a block of a scope, with labels, is of one of ``scopes`` or bears one of ``labels``."""
     if not labels:
         return lambda scope, _: scope in scopes
-    return lambda scope, borne: scope in scopes or not labels.isdisjoint(borne)
+    named = labels | _EVERY
+    return lambda scope, borne: scope in scopes or not named.isdisjoint(borne)

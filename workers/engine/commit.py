@@ -70,7 +70,7 @@ class Commit:
                 self._count(plan, chunk, now)
             if end // size > sequence.published and sequence.chain is not None:
                 self._publish(sequence, end // size)
-            if many is not None:
+            if sequence.slid and many is not None:  # a beam has none any more where another's part ended the search
                 many.slide(sequence)
             samplers = chunk.samplers
             if sequence.search is not None and samplers:
@@ -238,6 +238,7 @@ class Commit:
         sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
         dry = self._dry.get(sequence, 0) + 1
         if dry < MAX_DRY_STEPS:
+            self._dry = {one: steps for one, steps in self._dry.items() if one.finish is None}  # others were cancelled
             self._dry[sequence] = dry
             return output(sequence, [], [])
         self._dry.pop(sequence, None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from workers.engine.block_hash import BlockKey, chain_keys
-from workers.engine.block_pool import BlockPool
+from workers.engine.block_pool import BlockPool, concerned
 from workers.protocol import Generate, Purge, SequenceOutput
 
 
@@ -148,8 +148,13 @@ class Leases:
     def purge(self, purge: Purge) -> None:
         """Before a purge: what it concerns is leased no longer, so that it is zeroed with everything else."""
         for ticket, lease in list(self._leases.items()):
-            if concerns(purge, lease.generate, lease.keys):
+            if concerns(purge, lease.generate, lease.keys) or self._bears(lease.blocks, purge):
                 self._end(ticket)
+
+    def _bears(self, blocks: list[int], purge: Purge) -> bool:
+        """Whether a block has a label that is purged, of somebody else who hit it."""
+        about = concerned(frozenset(), frozenset(purge.labels))
+        return any(about(b"", self._pool.holding(block).labels) for block in blocks)
 
     def sweep(self, now: int) -> None:
         """End what nobody fetched in time."""

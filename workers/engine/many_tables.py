@@ -5,7 +5,8 @@ Rules
   more than its window and a chunk. So prompts grow too, and may make others give way, or give way themselves.
 - All tables grow together or none does; all share and copy together.
 - A promise counts the blocks of all tables. What its holder gives back as it goes on is promised to it again, and its
-  windowed tables are not published meanwhile: somebody who shared them would keep them from coming back.
+  windowed tables are not published meanwhile: somebody who shared them would keep them from coming back. Windows that
+  it hits are held besides; where there is no room for both it hits nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +30,23 @@ class ManyTables:
     def admit(self, sequence: Sequence, now: int) -> int:
         """``Roster.admit``: tables with a window get blocks for the first rows only."""
         roster = self._roster
+        tables = roster.limits.tables
+        nothing: list[list[int]] = [[] for _ in tables.windows]
+        if sequence.chain is None:
+            return self._admit(sequence, nothing, now)
+        most = reusable(sequence, tables.block_size)
+        sequence.chain.extend(sequence.keys, sequence.tokens, most)
+        found = tables.hit(sequence.keys, most, roster.pool.find)
+        missing = self._admit(sequence, found, now)
+        if missing and found[0] and sequence.preemptions >= self._patience:
+            missing = self._admit(sequence, nothing, now)
+        return missing
+
+    def _admit(self, sequence: Sequence, found: list[list[int]], now: int) -> int:
+        """With the blocks of every table that it ``found`` in the prefix cache."""
+        roster = self._roster
         pool, tables = roster.pool, roster.limits.tables
         known = len(sequence.tokens)
-        found: list[list[int]] = [[] for _ in tables.windows]
-        if sequence.chain is not None:
-            most = reusable(sequence, tables.block_size)
-            sequence.chain.extend(sequence.keys, sequence.tokens, most)
-            found = tables.hit(sequence.keys, most, pool.find)
         hit, hits = len(found[0]), in_use(found)
         more = [tables.begun(table, hit, known) - hit for table in range(tables.count)]
         need, worst = sum(more), 0

@@ -134,14 +134,14 @@ class TierDesk:
         if not self._begun:
             self._begun = True
             store.begin(self._report)
-        if orders.writes:
-            for slot, file in orders.writes:
-                store.write(slot, file)
-            orders.writes.clear()
         if orders.unlinks:
             for key in orders.unlinks:
                 store.unlink(key)
             orders.unlinks.clear()
+        if orders.writes:
+            for slot, file in orders.writes:
+                store.write(slot, file)
+            orders.writes.clear()
         if orders.zero:
             store.zero(orders.zero)
             orders.zero.clear()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from workers.engine.block_hash import BlockKey
 from workers.engine.block_pool import PUBLIC_OWNER, BlockPool, Holding, concerned
@@ -36,11 +36,13 @@ class File:
 
 @dataclass(slots=True)
 class Orders:
-    """What is to be done at once, on the engine thread. First the writes: they copy what the others overwrite."""
+    """What is to be done at once, on the engine thread, in this order."""
 
-    writes: list[tuple[int, File]] = field(default_factory=list)
-    """Host slot → file."""
     unlinks: list[BlockKey] = field(default_factory=list)
+    """First: a file that had to go may be written anew in the same turn, never the other way round (one that is being
+    written stays until it is there)."""
+    writes: list[tuple[int, File]] = field(default_factory=list)
+    """Host slot → file. They copy what the orders behind them overwrite."""
     zero: list[int] = field(default_factory=list)
     """Host slots."""
     reads: list[BlockKey] = field(default_factory=list)
@@ -170,9 +172,9 @@ class Files:
         """Unlink what has come to its end."""
         while self._ending and self._ending[0][0] * 1e9 <= now_ns:
             _, key, number = heappop(self._ending)
-            if self._number.get(key) == number and not self.pool.ref[number]:
+            if self._number.get(key) == number and key in self.pool:
                 self.pool.acquire((number,))
-                self.pool.withdraw(number)
+                self.pool.withdraw(number)  # whoever reads it just now gets a miss
                 self._give_back(key)
 
     def purge(
@@ -212,6 +214,9 @@ class Files:
         self.pool.publish(number, key, public=self.pool.holding(number).owner == PUBLIC_OWNER)
         if end:
             heappush(self._ending, (end, key, number))
+            if len(self._ending) > 2 * len(self._number) + 64:  # most are of files that had to go before their time
+                self._ending = [one for one in self._ending if self._number.get(one[1]) == one[2]]
+                heapify(self._ending)
 
     def _give_back(self, key: BlockKey) -> None:
         """It is neither written nor read any more; what was purged meanwhile, or is no good, goes."""
@@ -219,7 +224,7 @@ class Files:
         self.pool.release((number,))
         if self.pool.dirty:
             self._sweep()
-        elif key not in self.pool:
+        elif key not in self.pool and not self.pool.ref[number]:
             self._gone(number, key)
 
     def _sweep(self) -> None:

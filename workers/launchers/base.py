@@ -54,6 +54,8 @@ class WorkerSpec:
     """Where a relative ``source`` starts."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of a process that is ours (``OTEL_*``: where its spans go)."""
+    architectures: Mapping[str, str] = field(default_factory=dict)
+    """Model architectures that are registered, as ``module:attribute``: also those that plugins brought."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,7 @@ def spec_line(spec: WorkerSpec, address: str, secret: str | None, parent_pid: in
                 "source": spec.source,
                 "engine": spec.engine.model_dump(mode="json"),
                 "base_dir": spec.base_dir,
+                "architectures": dict(spec.architectures),
             }
         )
         + b"\n"

@@ -191,7 +191,7 @@ def test_doctor_fails_for_a_taken_port(tmp_path: Path) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = demo(tmp_path, listen={"port": taken.getsockname()[1]}, admin={"port": 0})
-        done = forebay("doctor", "--config", config)
+        done = forebay("doctor", config)
     assert done.returncode == 1
     assert "already taken" in done.stdout
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from workers.engine.block_hash import BlockKey, chain_keys
-from workers.engine.block_pool import HOT_PREFIXES, PUBLIC_OWNER, BlockPool
+from workers.engine.block_pool import HOT_PREFIXES, MAX_LABELS, PUBLIC_OWNER, BlockPool
 
 SCOPES = (b"one", b"two", b"three")
 
@@ -327,6 +327,23 @@ def test_a_label_finds_what_its_bearer_computed_and_what_it_hit() -> None:
     pool.take_dirty()
     pool.check()
     assert pool.purge([], [b"bob", b"alice", b"doc"]) == (0, set())
+
+
+def test_labels_of_a_block_do_not_grow_with_the_users_of_a_tenant() -> None:
+    """A prompt that everybody begins with: beyond a number of labels any purge by label takes its blocks."""
+    pool = BlockPool(8)
+    keys = fill(pool, "t", 3)
+    other = fill(pool, "u", 2)
+    blocks = pool.lookup(keys)
+    for number in range(MAX_LABELS + 100):
+        pool.mark(blocks, frozenset((b"%d" % number, b"group")))
+    assert all(len(pool.holding(block).labels) <= MAX_LABELS for block in blocks)
+    pool.mark(blocks, ALICE)
+    assert pool.purge([], [b"whoever"]) == (3, set())
+    assert pool.lookup(keys) == []
+    assert len(pool.lookup(other)) == 2, "others bear what they bore"
+    pool.take_dirty()
+    pool.check()
 
 
 def test_a_label_finds_free_blocks_that_still_hold_its_bytes() -> None:

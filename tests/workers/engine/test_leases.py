@@ -144,6 +144,21 @@ def test_a_purge_ends_a_lease_and_zeroes_its_blocks_at_once(what: str) -> None:
     rig.engine.planner.check()
 
 
+def test_a_purge_reaches_a_lease_by_the_label_of_whoever_hit_its_blocks() -> None:
+    """Its own request bore none: the block does, since somebody else asked about the same content."""
+    rig = Rig(blocks=16)
+    rig.run(request("one", list(range(16)), 1, lend="one", scope=b"mine"))
+    rig.run(request("two", [*range(16), 7], 1, scope=b"mine", labels=[b"user"]))
+    offer = rig.offers["one"]
+    assert offer is not None
+    rig.run(Purge("p", labels=[b"user"]))
+    assert rig.read("one") is None, "a purged block must not be handed to another worker"
+    assert rig.pool.used == 0
+    assert not rig.runner.holds(b"mine")
+    assert rig.offers["one"] is None
+    rig.engine.planner.check()
+
+
 def test_a_purge_of_others_leaves_a_lease_alone() -> None:
     rig = Rig()
     rig.run(prompt("one"))

@@ -298,6 +298,20 @@ def test_step_without_a_token() -> None:
     assert all(last.finish == "length" for last in drive.last.values())
 
 
+def test_who_is_cancelled_without_a_token_is_forgotten() -> None:
+    drive = Drive()
+    stingy = Stingy(drive, 10**9)
+    for number in range(20):
+        drive.add(request(f"q{number}", 8, 5))
+        stingy.step()
+        drive.cancel(f"q{number}")
+    drive.add(request("last", 8, 5))
+    stingy.step()
+    assert len(drive.planner._commit._dry) == 1
+    drive.cancel("last")
+    drive.idle()
+
+
 def test_never_a_token() -> None:
     """engine D13: a runner that never gives a token ends the sequence with an error instead of a hang."""
     drive = Drive()

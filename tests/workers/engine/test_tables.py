@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from tests.workers.engine.drive import Drive, request
 from workers.engine.block_hash import BlockKey
+from workers.engine.plan import Sampled
+from workers.engine.roster import MAX_PREEMPTIONS
 from workers.engine.tables import DEAD, Tables
 from workers.protocol import Beams
 
@@ -136,6 +138,21 @@ def test_pressure_preempts_and_everybody_gets_on(windows: tuple[int, ...], prefi
     assert all(last.finish == "length" for last in drive.last.values())
 
 
+@pytest.mark.parametrize("windows", [HYBRID, (WINDOW,), (0, 3)])
+def test_whoever_was_preempted_too_often_comes_back_though_its_window_is_cached(windows: tuple[int, ...]) -> None:
+    """Its worst case is the whole pool: blocks of the window that it could hit are not asked for a second time."""
+    tables = Tables(windows, SIZE, 16)
+    drive = Drive(blocks=tables.worst(99), windows=windows, max_step_tokens=16)
+    (one,) = drive.add(request("one", 40, 60))
+    for _ in range(6):
+        drive.step()
+    one.preemptions = MAX_PREEMPTIONS - 1
+    drive.planner.roster.preempt(one, drive.now)
+    drive.planner.roster.sweep()
+    drive.run()
+    assert drive.last["one", 0].finish == "length"
+
+
 def test_one_windowed_table_runs_a_crowd_that_one_table_could_not() -> None:
     """A pool of less than two whole sequences holds five windows."""
     drive = Drive(blocks=40, windows=(WINDOW,), max_step_tokens=16)
@@ -252,6 +269,25 @@ def test_beams_share_and_copy_in_every_table(windows: tuple[int, ...]) -> None:
         found[kind] = [drive.tokens["beam", index] for index in range(2)]
         assert drive.planner.pool.used == 0
     assert found[windows] == found[(0,)]
+
+
+@pytest.mark.parametrize("windows", [(0,), HYBRID])
+def test_a_search_whose_beam_has_too_few_candidates_ends_alone(windows: tuple[int, ...]) -> None:
+    """The rest of the step is booked: also the parts of its other beams, which have no blocks any more."""
+    drive = Drive(blocks=400, windows=windows, max_step_tokens=64)
+    drive.add(request("search", 20, 30, beams=Beams(width=3)), request("other", 20, 30))
+    for _ in range(4):
+        drive.step()
+    plan = drive.planner.plan(drive.now)
+    assert plan is not None
+    result = drive.runner.run(plan)
+    beam = next(place for place, chunk in enumerate(plan.chunks) if chunk.sequence.search is not None)
+    result.sampled[beam] = Sampled([])
+    drive.take(drive.planner.commit(plan, result, drive.now))
+    drive.planner.check()
+    assert drive.last["search", 0].error == "internal"
+    drive.run()
+    assert drive.last["other", 0].finish == "length"
 
 
 def test_without_a_kv_cache_nothing_is_given_back() -> None:

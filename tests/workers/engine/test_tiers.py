@@ -8,9 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.workers.engine.drive import request
-from tests.workers.engine.tiered import TieredDrive
-from workers.engine.block_hash import chain_keys
-from workers.engine.tier_rates import DISK, HOST
+from tests.workers.engine.tiered import MemoryStore, TieredDrive
+from workers.engine.block_hash import BlockKey, chain_keys
+from workers.engine.block_pool import Holding
+from workers.engine.testing import FakeRunner
+from workers.engine.tier_desk import TierDesk
+from workers.engine.tier_rates import DISK, HOST, Rates
+from workers.engine.tiers import Tiers
 from workers.protocol import Generate, Prefetch
 
 LONG = list(range(40))
@@ -150,10 +154,10 @@ def test_a_disk_that_does_not_answer_delays_a_request_for_a_bounded_time() -> No
     assert drive.last["b", 0].finish == "length"
 
 
-def down() -> tuple[TieredDrive, list[bytes]]:
+def down(**fields: object) -> tuple[TieredDrive, list[bytes]]:
     """A prompt that lies on the disk only, and its keys."""
     drive = TieredDrive(slots=24, files=100, blocks=12, eager=False)
-    prompt(drive, "a")
+    prompt(drive, "a", **fields)
     for number in range(6):
         flood(drive, f"flood{number}")
         drive.work()
@@ -350,6 +354,61 @@ def test_files_end_with_their_scope() -> None:
     drive.step()
     drive.work()
     assert not any(file.holding.scope == b"window" for file, _ in drive.store.disk.values())
+
+
+def test_a_file_that_is_being_read_when_its_time_is_over_goes_afterwards() -> None:
+    drive, _ = down(cache_until=100.0)
+    drive.eager = False
+    drive.add(request("reader", LONG, 2, cache_until=100.0))
+    drive.step()
+    assert drive.tiers.disk is not None
+    assert drive.tiers.disk.busy
+    drive.now = 100_000_000_000
+    drive.step()
+    drive.eager = True
+    drive.run()
+    drive.step()
+    drive.work()
+    assert not any(file.expires == 100.0 for file, _ in drive.store.disk.values())
+    drive.planner.check()
+
+
+def test_ends_of_files_that_are_gone_are_forgotten() -> None:
+    """A disk is written over many times before a retention time of days has passed."""
+    drive = TieredDrive(slots=4, files=8, blocks=12)
+    for number in range(60):
+        drive.add(request(f"q{number}", 40, 2, scope=b"window", cache_until=1e9))
+        drive.run()
+    disk = drive.tiers.disk
+    assert disk is not None
+    assert disk.written > 200
+    assert len(disk._ending) < 100
+
+
+def test_what_leaves_the_host_right_after_it_had_to_leave_the_disk_is_written_again() -> None:
+    """A full disk gives up what the host still has; when that goes in the same plan, its new file must stay."""
+    store = MemoryStore(FakeRunner(4, 4), 4, 2)
+    store.runner.host = {slot: [None] * 4 for slot in range(4)}
+    tiers = Tiers(4, 2, 4, rates=Rates(4), block_bytes=100)
+    desk, files = TierDesk(tiers, store, lambda report: None), tiers.disk
+    assert files is not None
+    holding = Holding(b"scope", "owner", 1.0, frozenset())
+    first, second, third = (BlockKey(bytes([number]) * 32) for number in range(3))
+
+    def work() -> None:
+        desk.carry_out()
+        while store.jobs:
+            desk.handle(store.jobs.popleft()())
+
+    files.add(0, first, holding, 0)
+    files.add(1, second, holding, 0)
+    work()
+    files.add(2, third, holding, 0)
+    assert first not in files
+    files.add(0, first, holding, 0)
+    work()
+    assert first in files
+    assert set(store.disk) == {first, third}, "what the index knows is there, and nothing else"
 
 
 def test_where_bringing_back_costs_more_it_is_computed_again() -> None:
