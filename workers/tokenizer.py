@@ -58,7 +58,6 @@ class Tokenizer:
         self._bytes = files.vocabulary_bytes(document)
         self.vocab_size: int = int(model.get("vocab_size") or len(self._bytes))
         """Number of ids that the model knows; valid ids are below it."""
-        self._longest = max(map(len, self._bytes), default=1)
         self._strips = files.strips_first_space(document)
         self._markup = _build(document)
         self._plain = _build(files.plain_document(document))
@@ -107,11 +106,6 @@ class Tokenizer:
         return [front + ids for ids in self._encode(self._markup if special else self._plain, texts, special)]
 
     @property
-    def has_chat_template(self) -> bool:
-        """Can it do chats?"""
-        return self._template is not None
-
-    @property
     def tool_template(self) -> str:
         """The chat template's source, if it takes ``tools``; else empty."""
         return "" if self._template is None else self._template.tools_source
@@ -141,10 +135,6 @@ class Tokenizer:
     def encode_chat(self, messages: Messages, *, tools: Tools | None = None) -> list[int]:
         """``encode_segments(chat_segments(...))``. Raises ChatTemplateError, EncodeError."""
         return self.encode_segments(self.chat_segments(messages, tools=tools))
-
-    def least_tokens(self, text_bytes: int) -> int:
-        """A lower bound for the tokens of a text of so many UTF-8 bytes: refuse what cannot fit before encoding it."""
-        return -(-text_bytes // self._longest)
 
     # -- ids to text ----------------------------------------------------------------------------------------------
 

@@ -44,7 +44,6 @@ def test_what_a_model_says_of_itself(folder: Path, tokenizer: Tokenizer) -> None
     assert tokenizer.eos_ids == {2, 0}
     assert tokenizer.vocab_size == 1024
     assert tokenizer.max_context == 512
-    assert tokenizer.has_chat_template
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -110,12 +109,6 @@ def test_an_unpaired_surrogate_is_refused(tokenizer: Tokenizer) -> None:
         tokenizer.encode_text("a\ud800b")
     with pytest.raises(EncodeError, match="surrogate"):
         tokenizer.encode_chat([{"role": "user", "content": "\udfff"}])
-
-
-@given(st.text())
-def test_the_lower_bound_of_tokens_holds(tokenizer: Tokenizer, text: str) -> None:
-    text = text.encode("utf-8", "replace").decode()
-    assert tokenizer.least_tokens(len(text.encode())) <= len(tokenizer.encode_text(text))
 
 
 # -- decoding -----------------------------------------------------------------------------------------------------

@@ -93,11 +93,6 @@ class LocalLauncher:
             raise LaunchError(str(error)) from None
 
 
-def to_stderr(worker: str, line: str) -> None:
-    """A ``LogSink``: a worker's lines are JSON objects that name it, so they go out as they are."""
-    sys.stderr.write(f"{line}\n" if line.startswith("{") else f"{worker}: {line}\n")
-
-
 def spec_line(spec: WorkerSpec, address: str, secret: str | None, parent_pid: int | None) -> bytes:
     """What a worker reads from its standard input: one line of JSON (``workers.main`` has the model)."""
     return (

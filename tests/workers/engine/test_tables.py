@@ -141,8 +141,8 @@ def test_pressure_preempts_and_everybody_gets_on(windows: tuple[int, ...], prefi
 @pytest.mark.parametrize("windows", [HYBRID, (WINDOW,), (0, 3)])
 def test_whoever_was_preempted_too_often_comes_back_though_its_window_is_cached(windows: tuple[int, ...]) -> None:
     """Its worst case is the whole pool: blocks of the window that it could hit are not asked for a second time."""
-    tables = Tables(windows, SIZE, 16)
-    drive = Drive(blocks=tables.worst(99), windows=windows, max_step_tokens=16)
+    whole = Drive(blocks=400, windows=windows, max_step_tokens=16).planner.limits.worst_blocks(40, 60)
+    drive = Drive(blocks=whole, windows=windows, max_step_tokens=16)
     (one,) = drive.add(request("one", 40, 60))
     for _ in range(6):
         drive.step()

@@ -139,9 +139,3 @@ def test_sockets_of_dead_gateways_are_swept_away(tmp_path: Path, monkeypatch: py
         folder.mkdir()
     LocalLauncher(LaunchContext())
     assert [folder.exists() for folder in (dead, live, other)] == [False, True, True]
-
-
-def test_lines_go_to_the_log_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    local.to_stderr("w", '{"event": "x"}')
-    local.to_stderr("w", "plain")
-    assert capsys.readouterr().err == '{"event": "x"}\nw: plain\n'
