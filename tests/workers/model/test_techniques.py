@@ -76,8 +76,9 @@ BASE: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "b
 EXACT = {switch.field for switch in SWITCHES if switch.exact}
 SPREAD = {"tensor_parallel", "pipeline_parallel", "expert_parallel"}
 """They start processes."""
-SPREAD_OFTEN = SPREAD | {"prefix_cache", "max_chunk_tokens", "kv_dtype", "speculation", "tiers"}
-"""With these they are run every time, with the others in the long suite."""
+SPREAD_OFTEN = {"prefix_cache", "max_chunk_tokens", "kv_dtype", "speculation", "tiers"}
+"""With these and with each other the first two are run every time, the rest in the long suite. Experts on two devices
+run every time in ``parallel/test_spread.py``."""
 
 
 def switch_of(example: str) -> str:
@@ -87,7 +88,7 @@ def switch_of(example: str) -> str:
 
 def _pair(first: str, second: str) -> Any:
     pair = {switch_of(first), switch_of(second)}
-    often = not pair & SPREAD or {first, second} <= SPREAD_OFTEN
+    often = not pair & SPREAD or {first, second} <= SPREAD_OFTEN | SPREAD - {"expert_parallel"}
     return pytest.param(first, second, id=f"{first}-{second}", marks=() if often else pytest.mark.long)
 
 
