@@ -63,6 +63,7 @@ NO_SWITCHES: Mapping[str, str] = {
     **dict.fromkeys(("max_adapters", "max_adapter_rank"), "a bound of adapters"),
     **dict.fromkeys(("threads", "cores", "allocator", "seed"), "of the process"),
     "transfer": "numbers of role",
+    "weight_calibration": "how weight_dtype=int4 rounds when it is loaded; the same format and kernels",
     "rank_timeout_s": "a bound of tensor_parallel and pipeline_parallel",
 }
 """The other fields of ``EngineConfig``, and why they need not go with each switch. A new field is here or above."""
