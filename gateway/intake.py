@@ -3,7 +3,7 @@
 Rules
 - Identity, weight, class, limits and cache scope come from the verified tenant. A caller may lower its class
   (``x-forebay-class``) and loosen its deadline (``x-forebay-deadline-ms``); anything else it claims is ignored.
-- The event loop never waits for a long text: above ``INLINE_CHARS`` template and tokenizer run in a thread of our own.
+- The event loop never waits for a long text: template, tokenizer and prefix keys run in a thread (``lane.py``).
 - A text that is too long to fit is refused before it is encoded.
 - An explicit ``max_tokens`` is kept or refused, never cut silently. An omitted one is what all limits allow, and
   ``Prepared.headers`` says so where a limit made it smaller than the model's default.
@@ -11,10 +11,8 @@ Rules
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -31,6 +29,7 @@ from gateway.grammar_check import GrammarCheck, GrammarRefusedError
 from gateway.http.schemas import ChatRequest, CompletionRequest, EndpointName
 from gateway.jobs import make_job
 from gateway.labels import Labels
+from gateway.lane import Lane, spare_cores
 from gateway.output_budget import Context, output_budget
 from gateway.public_prefixes import PublicPrefixes
 from gateway.served import ServedModel, TextTokenizer
@@ -40,7 +39,7 @@ from policies.quota.limits import most_output
 from policies.types import CacheScope, Job, JobId, PrefixKey, Principal
 from workers.engine.block_hash import chain_keys
 from workers.protocol import Generate, SamplingParams
-from workers.tokenizer import INLINE_CHARS, ChatTemplateError, EncodeError
+from workers.tokenizer import ChatTemplateError, EncodeError
 
 MESSAGE_CHARS = 64
 """What rendering one message costs, in characters of encoding: many empty ones belong into a thread, too."""
@@ -138,23 +137,26 @@ class Intake:
         self,
         secret: bytes,
         *,
-        threads: int = 2,
+        threads: int | None = None,
         grammars: GrammarCheck | None = None,
         public: PublicPrefixes | None = None,
     ) -> None:
-        """``secret`` keys the opaque names and labels that workers see. ``public``: prefixes that tenants may share."""
+        """``secret`` keys the opaque names and labels that workers see. ``public``: prefixes that tenants may share.
+
+        ``threads``: for long prompts; as many as there are cores to spare, unless given.
+        """
         self.tenant_keys = TenantKeys(secret)
         self._labels = Labels(secret)
         self._public = public or PublicPrefixes()
         self._grammars = grammars or GrammarCheck()
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
-        self._aside = ThreadPoolExecutor(1, thread_name_prefix="errand")
+        self._prompts = Lane("tokenize", threads or spare_cores())
+        self._errands = Lane("errand")
 
     async def close(self) -> None:
         """End the threads and the grammar compilers; encodings that run are finished first."""
         await self._grammars.close()
-        for threads in (self._threads, self._aside):
-            await asyncio.to_thread(threads.shutdown, wait=True, cancel_futures=True)
+        for lane in (self._prompts, self._errands):
+            await lane.close()
 
     async def prepare(
         self,
@@ -180,7 +182,7 @@ class Intake:
             refuse_unaskable(request, model.name)
         context = Context.of(model, tenant)
         digest = adapter.digest if adapter is not None else None
-        tokens, keys, public = await self._encoded(request, tokenizer, model, digest, scope, context)
+        tokens, keys, public = await self._encoded(request, tenant, tokenizer, model, digest, scope, context)
         _check_ids(request, tokenizer.vocab_size)
         job = make_job(principal, tenant, model.name, job_id, now, headers, adapter)
         room = most_output(job.accounts, len(tokens), job.price)
@@ -214,6 +216,7 @@ class Intake:
     async def _encoded(
         self,
         request: AnyRequest,
+        tenant: EffectiveTenant,
         tokenizer: TextTokenizer,
         model: ServedModel,
         adapter: str | None,
@@ -234,7 +237,7 @@ class Intake:
             return tokens, tuple(PrefixKey(key) for key in keys), public
 
         try:
-            return await _inline_or_in(self._threads, chars + MESSAGE_CHARS * messages, work)
+            return await self._prompts.run(tenant.id, chars + MESSAGE_CHARS * messages, work, weight=tenant.weight)
         except (ChatTemplateError, EncodeError) as error:
             text = str(error)
             raise bad_request(f"{text[:1].upper()}{text[1:]}.", param=request.content_param) from None
@@ -257,16 +260,9 @@ class Intake:
             ) from None
         return constraint.grammar
 
-    async def aside(self, chars: int, work: Callable[[], T]) -> T:
-        """Run an errand, in a thread where it is long: one of their own, so that no prompt waits behind them."""
-        return await _inline_or_in(self._aside, chars, work)
-
-
-async def _inline_or_in(threads: ThreadPoolExecutor, chars: int, work: Callable[[], T]) -> T:
-    """Run ``work`` here where it costs no more than encoding ``INLINE_CHARS``, else in a thread."""
-    if chars <= INLINE_CHARS:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(threads, work)
+    async def errand(self, tenant: EffectiveTenant, chars: int, work: Callable[[], T]) -> T:
+        """Run one, in a thread where it is long: one of their own, so that no prompt waits behind them."""
+        return await self._errands.run(tenant.id, chars, work, weight=tenant.weight)
 
 
 def _reader(request: AnyRequest, tokenizer: TextTokenizer) -> tuple[int, int, Callable[[], list[int]]]:

@@ -200,7 +200,7 @@ class Pipeline:
         job = visit.errand = make_job(visit.principal, visit.tenant, model.name, job_id, visit.arrived)
         visit.decision = await self._reserved(visit, job)
         with visit.span("tokenize"):
-            answer = await self._intake.aside(request.chars, partial(endpoint.answer, request, model))
+            answer = await self._intake.errand(visit.tenant, request.chars, partial(endpoint.answer, request, model))
         await self._settle(visit)
         visit.trace.event("first_byte")
         await visit.reply.whole(200, visit.headers(self._clock()), answer)

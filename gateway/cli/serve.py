@@ -118,6 +118,7 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
     from gateway.cli.model import progress_bar
     from gateway.collection import keep_what_is_here
     from gateway.compose import build
+    from gateway.lane import hand_over_soon
     from policies.spi import PolicyStartError
 
     loaded = start.loaded
@@ -138,6 +139,7 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
             _write_ready(start.ready_file, base_url, admin_url)
         say(_banner(start, base_url, admin_url))
         keep_what_is_here()
+        hand_over_soon()
 
     def forced() -> None:
         if start.ready_file is not None:
