@@ -7,7 +7,8 @@ Rules
 - A comment is no output: the work may still be repeated after it.
 - A reader that takes nothing for ``slow_reader_s``, or lets ``max_backlog_bytes`` pile up, is given up: its request
   ends as ``cancelled`` and what ran is settled.
-- The reservation is settled before the last byte.
+- The reservation is settled before the last byte. A stream's last text goes out with its end in one write, unless
+  settling takes more than a turn of the event loop: then it is not kept waiting.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 
 from gateway.choices import ChoiceDelta
@@ -28,7 +29,8 @@ from gateway.settings import Streams
 from gateway.ticket import Ticket
 from gateway.visit import Visit, encode_json
 
-Settle = Callable[[Visit], Awaitable[None]]
+Settle = Callable[[Visit], asyncio.Task[None]]
+"""Begins the settlement, or returns the one that was begun; who waits for it must not cancel it."""
 
 TICK_S = 1.0
 """How often a stream is looked after, at most."""
@@ -58,18 +60,30 @@ class Delivery:
         """The answer as it comes. Raises what the ticket ends with."""
         said: list[ChoiceDelta] = []
         pulse = Pulse(visit, ticket, self.streams)
+        last = b""
         try:
             async for batch in ticket.batches():
                 data = await _made(ticket, partial(answer.stream, batch)) if batch else sse.KEEP_ALIVE
                 if not data or not (batch or visit.reply.begun):
                     continue
+                said.extend(batch if visit.trace.captures_content else ())
+                if ticket.done and ticket.error is None:
+                    last = data
+                    continue
                 await self._begin(visit)
                 await visit.reply.write(data)
-                said.extend(batch if visit.trace.captures_content else ())
-            visit.delivered = True
             self._reporter.content(visit, said)
-            await settle(visit)
-            await visit.reply.end(answer.closing(ticket.usage))
+            settlement = settle(visit)
+            await asyncio.sleep(0)
+            if last and not settlement.done():
+                await self._begin(visit)
+                await visit.reply.write(last)
+                last = b""
+            visit.delivered = not last
+            await asyncio.shield(settlement)
+            visit.delivered = True
+            await self._begin(visit)
+            await visit.reply.end(last + answer.closing(ticket.usage))
         finally:
             pulse.stop()
 
@@ -78,7 +92,7 @@ class Delivery:
         deltas = [delta async for batch in ticket.batches() for delta in batch]
         body = await _made(ticket, lambda: encode_json(answer.full(collect(deltas, ticket.choices), ticket.usage)))
         self._reporter.content(visit, deltas)
-        await settle(visit)
+        await asyncio.shield(settle(visit))
         visit.trace.event("first_byte")
         await visit.reply.whole(200, visit.headers(self._clock()), body)
 

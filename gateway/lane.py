@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
@@ -104,7 +105,7 @@ class Lane:
             self._now = start
             self._free -= 1
             running = asyncio.get_running_loop().run_in_executor(self._threads, turn.work)
-            running.add_done_callback(lambda done, turn=turn: self._ended(turn, done))
+            running.add_done_callback(partial(self._ended, turn))
         if not self._line and self._free == self._all:
             self._now = 0.0
             self._ends.clear()

@@ -220,7 +220,7 @@ class Pipeline:
         answer = visit.format = self._format(visit, endpoint, ticket)
         await self.delivery.first_output(visit, ticket, self._timeouts.first_token_s)
         deliver = self.delivery.stream if request.stream else self.delivery.whole
-        await deliver(visit, ticket, answer, self._settle)
+        await deliver(visit, ticket, answer, self._settling_of)
         visit.trace.event("last_byte")
 
     async def _authenticated(self, visit: Visit) -> Principal:
@@ -316,12 +316,16 @@ class Pipeline:
                     await visit.reply.end(told)
 
     async def _settle(self, visit: Visit) -> None:
-        """Give back what is held. Once: later calls wait for the first. Cancelling the caller does not cancel it."""
+        """Give back what is held. Cancelling the caller does not cancel it."""
+        await asyncio.shield(self._settling_of(visit))
+
+    def _settling_of(self, visit: Visit) -> asyncio.Task[None]:
+        """The settlement, which is begun once."""
         if visit.settlement is None:
             visit.settlement = asyncio.create_task(self._settlement(visit), name="settle")
             self._settling.add(visit.settlement)
             visit.settlement.add_done_callback(self._settling.discard)
-        await asyncio.shield(visit.settlement)
+        return visit.settlement
 
     async def _settlement(self, visit: Visit) -> None:
         """End the ticket, then the reservation. Never raises: a failure is logged and counted, the lease runs out."""

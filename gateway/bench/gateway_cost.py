@@ -3,7 +3,8 @@
 Rules
 - The client runs here, gateway, stub and collector in processes of their own (``stage.py``). On two cores they share:
   requests per second are what is left for the gateway beside its client and its worker.
-- Added time is the time through the gateway minus the median time of the same request straight to the stub.
+- Added time is the time through the gateway, from when a request was sent, minus the median time of the same request
+  straight to the stub at the same rate. The client's own lateness is told beside it.
 - A run that had errors says so; its figures are of what succeeded.
 - Machines differ, and one differs from hour to hour: a bare echo (``echo_server.py``) is measured by the same client in
   the same run, and the gateway's processor time per request is told, which others on the machine change less.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.bench import metrics
@@ -25,11 +26,9 @@ from gateway.bench.online import run_loop
 from gateway.bench.render import Table
 from gateway.bench.report import Report, machine, software
 from gateway.bench.serve import Attack, Server, figures
-from gateway.bench.stage import INPUT, MODEL, TENANTS, Stage, echoing, staged
+from gateway.bench.stage import INPUT, MODEL, RATE, TENANTS, Stage, echoing, staged
 from gateway.bench.traffic import Prompts, Shot, Tenant, synthetic
 
-RATE = 100.0
-"""Requests per second at which the added time is measured."""
 LARGE_BYTES = 200_000
 PROBE_S = 0.02
 _VOCAB = 40_000
@@ -77,11 +76,9 @@ async def _fast(stage: Stage, sizes: Sizes, ratio: float, display: Display) -> l
         with display.task(f"{name}: {RATE:g} requests/s") as tick:
             shots = _shots(f"{name}/rate", round(RATE * sizes.seconds), callers, 1, RATE)
             lines = await attack.open_loop(shots, tick)
-        run = {"name": f"{RATE:g} requests/s, {name}", **figures(lines, attack, None), "direct_p50_ms": stage.direct_ms}
-        for q in ("p50", "p99"):
-            whole = run[f"e2e_{q}_ms"]
-            run[f"added_{q}_ms"] = None if whole is None else round(whole - stage.direct_ms, 3)
-        runs.append(run)
+        runs.append(
+            {"name": f"{RATE:g} requests/s, {name}", **figures(lines, attack, None), **_added(lines, attack, stage)}
+        )
         for load in _loads(stage.url, sizes):
             with display.task(f"{name}: {load.name}") as tick:
                 before, shots = stage.cpu_s(), _shots(f"{name}/{load.name}", load.requests, callers, load.tokens)
@@ -94,6 +91,19 @@ async def _fast(stage: Stage, sizes: Sizes, ratio: float, display: Display) -> l
     finally:
         client.close()
     return runs
+
+
+def _added(lines: Sequence[Timeline], attack: Attack, stage: Stage) -> dict[str, Any]:
+    took = [
+        line.end - line.submitted - late
+        for line, late in zip(lines, attack.late, strict=True)
+        if line.error is None and line.end is not None
+    ]
+    made: dict[str, Any] = {"direct_p50_ms": stage.direct_ms}
+    for q in (0.5, 0.99):
+        whole = metrics.percentile(took, q)
+        made[f"added_p{round(q * 100)}_ms"] = None if whole is None else round(whole * 1e3 - stage.direct_ms, 3)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +132,10 @@ async def _bare(url: str, sizes: Sizes, display: Display) -> list[dict[str, Any]
     """The echo."""
     callers, client, runs = [Tenant(name, "none") for name in TENANTS], HttpClient(url), []
     try:
+        attack = Attack(Server(url, MODEL), callers, client)
+        with display.task(f"bare echo: {RATE:g} requests/s") as tick:
+            lines = await attack.open_loop(_shots("echo/rate", round(RATE * sizes.seconds), callers, 1, RATE), tick)
+        runs.append({"name": f"{RATE:g} requests/s, bare echo", **figures(lines, attack, None)})
         for load in _loads(url, sizes):
             with display.task(f"bare echo: {load.name}") as tick:
                 shots = _shots(f"echo/{load.name}", load.requests, callers, load.tokens)
@@ -162,9 +176,9 @@ async def _large(stage: Stage, sizes: Sizes, display: Display) -> list[dict[str,
         await Attack(server, callers, client).closed_loop(_shots("warm", 50, callers, 1), 8, _silent)
         for beside in (0, 1, 50):
             others = HttpClient(stage.url)
-            crowd = Attack(server, callers, others)
+            crowd = [Attack(server, [callers[index % len(callers)]], others) for index in range(beside)]
             lines: list[Timeline] = []
-            background = [asyncio.create_task(_again(crowd, large, lines)) for _ in range(beside)]
+            background = [asyncio.create_task(_again(attack, large, lines)) for attack in crowd]
             with display.task(f"small requests beside {beside} of 200 KB") as tick:
                 shots = _shots(f"small/{beside}", round(20 * sizes.seconds), callers, 1, 20.0)
                 small = await Attack(server, callers, client).open_loop(shots, tick)
@@ -181,7 +195,7 @@ async def _large(stage: Stage, sizes: Sizes, display: Display) -> list[dict[str,
 
 async def _again(attack: Attack, shot: Shot, lines: list[Timeline]) -> None:
     while True:
-        lines += await attack.closed_loop([replace(shot, tenant=index) for index in range(len(TENANTS))], 3, _silent)
+        lines += await attack.closed_loop([shot], 1, _silent)
 
 
 async def _probe(client: HttpClient, seconds: float) -> list[float]:

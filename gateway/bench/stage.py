@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gateway.bench.load import poisson
+from gateway.bench.online import run_loop
 from gateway.bench.report import BenchError
 from workers.config import EngineConfig
 from workers.launchers.base import WorkerSpec
@@ -32,10 +34,13 @@ from workers.protocol import Generate, StepOutputs
 from workers.rpc.client import WorkerClient
 
 MODEL = "stub"
+RATE = 100.0
+"""Requests per second at which the added time is measured."""
 INPUT = 32
 """Prompt tokens of a small request."""
 TENANTS = {"search": 4, "assist": 2, "batch": 1}
 ENGINE = {"blocks": 32_768, "max_running": 4096, "max_step_tokens": 8192, "max_context": 131_072}
+DIRECT_REQUESTS = 300
 _START_S = 60.0
 _NO_LIMIT = 10**9
 
@@ -49,8 +54,8 @@ class Stage:
     tokens: dict[str, str]
     """A token per tenant."""
     direct_ms: float
-    """A one-token request straight to the stub, before the gateway took it: the median of a few hundred; 0 for
-    a stub that pauses."""
+    """A one-token request straight to the stub, before the gateway took it, at ``RATE``: the median of a few hundred; 0
+    for a stub that pauses."""
     pid: int
     """The gateway's process."""
 
@@ -80,7 +85,7 @@ def staged(source: str, *, sample_ratio: float, step_s: float = 0.0) -> Iterator
         worker.stdin.write(spec_line(spec, address, secret, os.getpid()))
         worker.stdin.flush()
         wait_for(lambda: "there" if (folder / "w.sock").exists() else "", worker, folder, "worker")
-        direct_ms = asyncio.run(_direct(address, secret)) if not step_s else 0.0
+        direct_ms = run_loop(_direct(address, secret)) if not step_s else 0.0
         config = folder / "gateway.yaml"
         config.write_text(json.dumps(_config(source, address, f"http://127.0.0.1:{port}", sample_ratio)))
         ready = folder / "ready.json"
@@ -103,21 +108,36 @@ def echoing() -> Iterator[str]:
 
 
 async def _direct(address: str, secret: str) -> float:
-    client = WorkerClient(address, secret)
-    took: list[float] = []
+    """They come as they will come to the gateway: a core that has slept between two takes twice as long for each."""
+    client, took = WorkerClient(address, secret), list[float]()
+    waiting: dict[str, asyncio.Future[None]] = {}
+
+    async def read() -> None:
+        async for message in client:
+            for output in message.outputs if isinstance(message, StepOutputs) else ():
+                if output.finish:
+                    waiting.pop(output.id).set_result(None)
+
+    async def ask(name: str) -> None:
+        ended = waiting[name] = asyncio.get_running_loop().create_future()
+        began = time.perf_counter()
+        client.send(Generate(name, list(range(1, INPUT + 1)), 1))
+        await ended
+        took.append(time.perf_counter() - began)
+
     try:
         await client.connect(_START_S)
-        messages = aiter(client)
-        for index in range(300):
-            began = time.perf_counter()
-            client.send(Generate(f"direct-{index}", list(range(1, INPUT + 1)), 1))
-            async for message in messages:
-                if isinstance(message, StepOutputs) and any(output.finish for output in message.outputs):
-                    break
-            took.append(time.perf_counter() - began)
+        reader = asyncio.create_task(read())
+        start = time.perf_counter()
+        async with asyncio.timeout(_START_S), asyncio.TaskGroup() as group:
+            for index, due in enumerate(poisson(RATE, DIRECT_REQUESTS, "direct")):
+                await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
+                group.create_task(ask(f"direct-{index}"))
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
     finally:
         await client.close()
-    return round(median(took[50:]) * 1e3, 3)
+    return round(median(took[DIRECT_REQUESTS // 10 :]) * 1e3, 3)
 
 
 def _config(source: str, address: str, collector: str, sample_ratio: float) -> dict[str, Any]:

@@ -36,6 +36,26 @@ async def test_a_silent_stream_says_that_it_is_alive(start: Start) -> None:
         assert ": keep-alive" not in await lines(site, max_tokens=3)
 
 
+async def test_the_last_text_does_not_wait_for_a_slow_settlement(start: Start) -> None:
+    """A caller has all of the text while its reservation is being settled, and the end only after that."""
+    async with start() as site:
+        quota, go_on = site.gateway.parts.runtime.current.quota, asyncio.Event()
+        settle = quota.settle
+
+        async def slow(*figures: Any) -> Any:
+            await go_on.wait()
+            return await settle(*figures)
+
+        quota.settle = slow  # type: ignore[method-assign]
+        async with asyncio.timeout(30), site.stream("alpha", max_tokens=3) as response:
+            said = response.aiter_lines()
+            while '"finish_reason":"length"' not in (line := await anext(said)):
+                assert line != "data: [DONE]"
+            go_on.set()
+            assert [line async for line in said if line][-1] == "data: [DONE]"
+        quota.settle = settle  # type: ignore[method-assign]
+
+
 async def outcomes(site: Site, count: int) -> list[tuple[int, list[str]]]:
     """Status and lines of several streams that come at once."""
 

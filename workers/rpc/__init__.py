@@ -13,8 +13,9 @@ Rules
   a half-dead connection. The old one ends with ABORTED.
 - When a session ends, however it ends, every request of it is cancelled; the next session starts only when the
   engine has let go of all of them.
-- What waits for the worker shares a frame. A frame is at most ``MAX_FRAME`` bytes in both directions (a million prompt
-  tokens take 5 MB). ``send`` refuses a larger one; a peer that sends one loses its stream (RESOURCE_EXHAUSTED).
+- What waits for the worker shares a frame; the last word on a trace waits for the next request's. A frame is at most
+  ``MAX_FRAME`` bytes in both directions (a million prompt tokens take 5 MB). ``send`` refuses a larger one; a peer that
+  sends one loses its stream (RESOURCE_EXHAUSTED).
 - Keepalive: a peer whose host or process is frozen is noticed within ``KEEPALIVE_S`` + ``KEEPALIVE_TIMEOUT_S`` seconds.
 - No import of torch, none of the engine.
 """

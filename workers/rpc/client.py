@@ -11,15 +11,17 @@ import grpc
 import grpc.aio
 import msgspec
 
-from workers.protocol import Down, Generate, Up, decode_up, encode, joined
+from workers.protocol import Down, Generate, Keep, Up, decode_up, encode, joined
 from workers.rpc.tls import TlsFiles, shake_hands
 from workers.rpc.wire import (
     CLIENT_OPTIONS,
+    LAST_WORDS_S,
     MAX_FRAME,
     MAX_JOINED,
     MAX_QUEUED,
     METHOD,
     OPEN_KEY,
+    PATIENCE_S,
     SECRET_KEY,
     LinkError,
     SessionError,
@@ -46,6 +48,9 @@ class WorkerClient:
         self._queued_bytes = 0
         self._wake = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._patience: asyncio.TimerHandle | None = None
         self._closed = False
 
     async def connect(self, timeout_s: float = 30.0) -> None:
@@ -83,6 +88,8 @@ class WorkerClient:
     def send(self, message: Down) -> None:
         """Queue one message; never blocks. Raises LinkError, and then it was not queued.
 
+        ``Keep``, which nobody waits for, goes with the next message, or after ``PATIENCE_S``: a write costs a tenth of
+        a request, and wakes the worker.
         The line is bounded for requests; what ends or steers them (cancel, purge …) has room beyond that.
         """
         if self._closed or self._writer is None or self._writer.done():
@@ -94,8 +101,12 @@ class WorkerClient:
         if len(self._queue) >= limit or (isinstance(message, Generate) and self._queued_bytes > MAX_FRAME):
             raise LinkError(f"{len(self._queue)} messages already wait to be sent: the worker does not read")
         self._queue.append(frame)
+        self._idle.clear()
         self._queued_bytes += len(frame)
-        self._wake.set()
+        if not isinstance(message, Keep):
+            self._wake.set()
+        elif self._patience is None:
+            self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._wake.set)
 
     async def __aiter__(self) -> AsyncIterator[Up]:
         """Messages of the worker until it ends the session in good order. Raises SessionError when it breaks."""
@@ -120,8 +131,12 @@ class WorkerClient:
             yield message
 
     async def close(self) -> None:
-        """End the session; the worker cancels every request of it. Idempotent."""
+        """Send what is unsent, if the worker takes it, and end the session; the worker cancels every request of it.
+
+        Idempotent.
+        """
         self._closed = True
+        await self._say_the_rest()
         if self._writer is not None:
             await cancel_all(self._writer)
         if self._call is not None:
@@ -133,11 +148,28 @@ class WorkerClient:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            self._lose_patience()
             while self._queue:
                 try:
                     await self._call.write(self._next_frame())
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     return  # the reader reports why
+            self._idle.set()
+
+    async def _say_the_rest(self) -> None:
+        """Nobody reads where the writer has ended, or does not come to an end soon."""
+        if self._writer is None or self._writer.done():
+            return
+        self._lose_patience()
+        self._wake.set()
+        idle = asyncio.create_task(self._idle.wait())
+        await asyncio.wait({idle, self._writer}, timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
+        await cancel_all(idle)
+
+    def _lose_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def _next_frame(self) -> bytes:
         """What waits, up to ``MAX_JOINED`` bytes: a write costs more than what it carries."""

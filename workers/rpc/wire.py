@@ -19,6 +19,10 @@ KEEPALIVE_S = 10
 KEEPALIVE_TIMEOUT_S = 5
 MAX_QUEUED = 1024
 """Requests that may wait in a client's outbound line; control messages have sixteen times that."""
+PATIENCE_S = 0.05
+"""How long what nobody waits for waits for company in a frame."""
+LAST_WORDS_S = 0.25
+"""How long the end of a session waits for what is unsent."""
 ORPHAN_WAIT_S = 10.0
 """How long a new session waits for the requests of the last one to be let go."""
 

@@ -40,6 +40,6 @@ def test_every_run_succeeds(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "gateway", "--quick", "--json", str(path)])
     assert result.exit_code == 0, result.output
     runs = json.loads(path.read_text())["runs"]
-    assert len(runs) == 15
+    assert len(runs) == 16
     assert all(run.get("failed", 0) == 0 for run in runs), runs
     assert all(run["large"]["requests"] for run in runs if "large" in run)

@@ -19,12 +19,14 @@ from workers.protocol import (
     Down,
     Generate,
     Hello,
+    Keep,
     Purge,
     Purged,
     SequenceOutput,
     StepOutputs,
     Up,
     WorkerStats,
+    decode_down,
     encode,
 )
 from workers.rpc import MAX_FRAME, METHOD, SECRET_KEY, LinkError, SessionError, WorkerClient, WorkerServer
@@ -118,6 +120,49 @@ async def test_messages_go_both_ways(serve: Serve, address: str | None) -> None:
     assert StepOutputs(1, [SequenceOutput("a", tokens=[9], output_tokens=1)], WorkerStats(7)) in received
     assert Purged("p", 3) in received
     await client.close()
+
+
+async def test_what_nobody_waits_for_goes_with_the_next_message(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[list[Down]] = []
+
+    def noted(data: bytes) -> list[Down]:
+        frames.append(decode_down(data))
+        return frames[-1]
+
+    monkeypatch.setattr("workers.rpc.server.decode_down", noted)
+    monkeypatch.setattr("workers.rpc.client.PATIENCE_S", 3600.0)
+    worker = await serve()
+    client = WorkerClient(worker.server.address)
+    await greeted(client)
+    keep, request = Keep("a", True), Generate("b", [1], 1)
+    client.send(keep)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    client.send(request)
+    await worker.until(lambda heard: len(heard) == 2)
+    assert frames == [[keep, request]]
+    await client.close()
+
+
+async def test_what_nobody_waits_for_goes_alone_after_a_while(serve: Serve) -> None:
+    worker = await serve()
+    client = WorkerClient(worker.server.address)
+    await greeted(client)
+    client.send(Keep("a", True))
+    await worker.until(lambda heard: len(heard) == 1)
+    client.send(Keep("b", False))
+    await worker.until(lambda heard: heard == [Keep("a", True), Keep("b", False)])
+    await client.close()
+
+
+async def test_the_end_of_a_session_says_what_is_unsent(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.rpc.client.PATIENCE_S", 3600.0)
+    worker = await serve()
+    client = WorkerClient(worker.server.address)
+    await greeted(client)
+    client.send(Keep("a", True))
+    await client.close()
+    await worker.until(lambda heard: heard == [Keep("a", True)])
 
 
 async def test_hello_waits_for_the_model(serve: Serve) -> None:

@@ -1,0 +1,60 @@
+"""An answer's head and the first piece of its body in one write: uvicorn makes two.
+
+A write is a system call that wakes the peer, some 50 µs on a virtual machine, which is a sixteenth of what a request
+costs here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+
+class HeadWithBody:
+    """What one request's cycle writes to instead of its transport.
+
+    The head waits for the body, but for no longer than a turn of the event loop: an application may begin its answer
+    and have nothing to say yet. The answer to a HEAD never has a body, so it does not wait.
+    """
+
+    __slots__ = ("_begun", "_cycle", "_head", "_loop", "_timer", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
+        self._cycle = cycle
+        self._loop = loop
+        self._transport = cycle.transport
+        self._begun = cycle.scope["method"] == "HEAD"
+        self._head: bytes | None = None
+        self._timer: asyncio.Handle | None = None
+
+    def write(self, data: bytes) -> None:
+        """The first write after the answer was started is its head (100 Continue comes before that)."""
+        if self._head is not None:
+            data = self._taken() + data
+        elif not self._begun and self._cycle.response_started:
+            self._begun = True
+            self._head = data
+            self._timer = self._loop.call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """Close behind what was written."""
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Whether nothing that is written arrives any more."""
+        return self._transport.is_closing()
+
+    def _flush(self) -> None:
+        if self._head is not None and not self._transport.is_closing():
+            self._transport.write(self._taken())
+
+    def _taken(self) -> bytes:
+        head, self._head = self._head or b"", None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        return head
