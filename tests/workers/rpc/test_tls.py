@@ -154,9 +154,16 @@ async def test_a_gateways_renewed_certificate_is_used_by_its_next_connection(
 
 
 async def shown(address: str, gateway: TlsFiles) -> int:
-    """The serial number of the certificate that a new connection is shown."""
+    """The serial number of the certificate that a new connection is shown.
+
+    One that waits at a listener that closes is reset, as by any server that is replaced: its client connects again.
+    """
     host, port = address.split(":")
-    _, writer = await asyncio.open_connection(host, int(port), ssl=gateway.context(), server_hostname=host)
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(ConnectionResetError):
+                _, writer = await asyncio.open_connection(host, int(port), ssl=gateway.context(), server_hostname=host)
+                break
     try:
         der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         return x509.load_der_x509_certificate(der).serial_number
