@@ -202,6 +202,7 @@ def test_500_cases_get_what_the_document_says(url: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_10_000_cases_get_what_the_document_says(url: str) -> None:
     attack(url, 10_000)
 
