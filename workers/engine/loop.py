@@ -6,8 +6,8 @@ Rules
 - One ``on_outputs`` per step. Callbacks run on the engine thread; they must be quick and must not raise.
 - A runner that raises costs the requests it concerns, never the worker: out of memory the youngest request of the
   step, ``SequenceFault`` those it names, anything else all of the step. They are not tried again, so no request can
-  poison the worker twice. ``MAX_FAILURES`` steps failed in a row, or ``RunnerGoneError``: the device is lost,
-  ``on_fatal`` is called, the loop ends.
+  poison the worker twice. ``MAX_FAILURES`` steps failed in a row, each with all its requests, or ``RunnerGoneError``:
+  the device is lost, ``on_fatal`` is called, the loop ends. A failure of some is not the device's: the others go on.
 - Every sequence gets its last output exactly once, also when the engine stops.
 - A request with a grammar waits in ``compiling.py`` until it is compiled elsewhere; what its tokens allow next is
   worked out elsewhere too, while the next step runs (``constraint.py``).
@@ -245,7 +245,6 @@ class Engine:
         """Fail whom it concerns. Raises RunnerLostError when the runner keeps failing."""
         if isinstance(error, RunnerGoneError):
             raise RunnerLostError(str(error)) from error
-        self._failures += 1
         if is_out_of_memory(error):
             youngest = max(plan.chunks, key=lambda chunk: chunk.sequence.arrival, default=None)
             ids, code = ([youngest.sequence.id] if youngest else []), "overloaded"
@@ -253,6 +252,8 @@ class Engine:
             ids, code = [sequence.id for sequence in error.sequences], "internal"
         else:
             ids, code = [chunk.sequence.id for chunk in plan.chunks], "internal"
+        spared = {chunk.sequence.id for chunk in plan.chunks} - set(ids)
+        self._failures += not (ids and spared)
         _log.error("step %d failed (%s); requests failed: %d", plan.step, type(error).__name__, len(set(ids)))
         if self._failures >= self._max_failures:
             raise RunnerLostError(f"{self._failures} steps failed in a row") from error

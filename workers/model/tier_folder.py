@@ -81,15 +81,22 @@ class TierFolder:
 
 
 def _sweep(folder: Path, oldest: float) -> None:
+    """Remove a folder that nobody claimed and no file of which was used since then."""
+    if not _unused(folder, oldest):
+        return  # before it is locked: its own worker may start just now, and would take another folder
     lock = _lock(folder, make=False)
     if lock is None:
         return
     try:
-        ours = list(_ours(folder))
-        if all(used < oldest for _, used in ours) and os.fstat(lock).st_mtime < oldest:
-            _remove(folder, [path for path, _ in ours])
+        if _unused(folder, oldest):
+            _remove(folder, [path for path, _ in _ours(folder)])
     finally:
         os.close(lock)
+
+
+def _unused(folder: Path, oldest: float) -> bool:
+    claimed = (folder / "lock").stat(follow_symlinks=False).st_mtime
+    return claimed < oldest and all(used < oldest for _, used in _ours(folder))
 
 
 def _lock(folder: Path, *, make: bool) -> int | None:

@@ -234,6 +234,36 @@ def test_a_lost_device_is_fatal() -> None:
     assert not results
 
 
+def test_poisoned_requests_in_a_row_cost_nobody_else() -> None:
+    """Each step fails for one of five: the device is there, and the others' answers are what they were."""
+    bench = Bench(max_running=8)
+    bench.runner.fault = lambda plan: next(
+        (SequenceFault("nan", (c.sequence,)) for c in plan.chunks if c.sequence.id.startswith("poison")), None
+    )
+    bench.submit(request("beside", 4, 6), *(request(f"poison{number}", 4, 6) for number in range(5)))
+    bench.run()
+    assert bench.tokens("beside") == alone(request("beside", 4, 6))
+    assert all(bench.last()[f"poison{number}", 0].error == "internal" for number in range(5))
+
+
+def test_memory_for_one_of_many_lets_that_one_finish() -> None:
+    """A step that is too large is made smaller until it fits, however often that takes."""
+    bench = Bench(max_running=8)
+    bench.runner.fault = lambda plan: RuntimeError("CUDA out of memory.") if len(plan.chunks) > 1 else None
+    bench.submit(*(request(f"q{number}", 4, 6) for number in range(6)))
+    bench.run()
+    assert bench.tokens("q0") == alone(request("q0", 4, 6))
+    assert {bench.last()[f"q{number}", 0].error for number in range(1, 6)} == {"overloaded"}
+
+
+def test_memory_that_is_gone_is_fatal() -> None:
+    bench = Bench(max_running=1)
+    bench.runner.fault = lambda plan: MemoryError()
+    bench.submit(*(request(f"q{number}", 4, 6) for number in range(6)))
+    with pytest.raises(RunnerLostError, match="3 steps failed in a row"):
+        bench.run()
+
+
 @pytest.mark.parametrize(
     ("error", "memory"),
     [

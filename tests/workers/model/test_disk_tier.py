@@ -201,6 +201,26 @@ def test_folders_of_other_models_go_when_they_are_old(disk: Callable[..., Disk],
     assert (tmp_path / "kv" / "mine" / "notes.txt").read_text() == "keep"
 
 
+def test_a_folder_used_lately_is_not_locked_by_anothers_sweep(
+    disk: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of two models that start at once: each finds its own files, whoever sweeps first."""
+    theirs = bytes(32)
+    one = disk(print_=theirs)
+    one.write(1)
+    one.tier.close()
+    asked: list[str] = []
+    lock = tier_folder._lock
+
+    def noted(folder: Path, *, make: bool) -> int | None:
+        asked.extend([] if make else [folder.name])
+        return lock(folder, make=make)
+
+    monkeypatch.setattr(tier_folder, "_lock", noted)
+    disk(print_=bytes([1]) * 32)
+    assert asked == []
+
+
 @pytest.mark.parametrize("cut", [0, 5, 30, 200, -1])
 def test_a_file_that_was_cut_off_is_a_miss(disk: Callable[..., Disk], tmp_path: Path, cut: int) -> None:
     one = disk()
