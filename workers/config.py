@@ -105,7 +105,7 @@ class EngineConfig(StrictScalars):
 
     @property
     def step_overrun(self) -> int:
-        """Rows that a step may have beyond ``max_step_tokens`` where they bring a prompt to its end."""
+        """Most decodes that are not counted beside the end of a prompt (``engine/allowance.py``)."""
         return self.max_step_tokens // 8
 
     @property

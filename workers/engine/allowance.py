@@ -8,13 +8,15 @@ r rows that start at position s, and t = ``twice_at``, each times 2t:
     W(r, s) = sum of 2t + 2 (s + i) + 1 for i in 0..r-1 = r (r + 2 (t + s)),   W(r, s) <= W(b, 0) = (t + b)^2 - t^2
 
 Rules
-- No step has more than ``max_step_tokens`` rows, but for the end of one prompt: it may be ``overrun`` rows and their
-  work beyond. Beside a decode a prompt as long as the budget would otherwise end one step later for one token, and
-  whoever comes behind it begins one token late.
+- No step has more than ``max_step_tokens`` rows, but for the end of one prompt: beside it decodes are not counted, up
+  to an eighth of the budget (``overrun``). A prompt as long as the budget would otherwise end one step later beside a
+  single decode, and whoever comes behind it would begin with its remainder. So no step takes longer than one of prompts
+  alone and one of decodes.
 - Where nobody decodes, nobody waits for the step's end: work is not counted.
 - The first prompt of a step gets at least a quarter of its rows, however deep it is: it gets on, and linears of very
   few rows would read all weights for them.
-- Whoever gets none ends the step's prompts: none that comes later goes before it.
+- Whoever gets less than it wants is the step's last prompt: what would be left, too little for a token so deep, would
+  only cut up the prompt that comes next.
 """
 
 from __future__ import annotations
@@ -49,9 +51,9 @@ class Allowance:
             return wanted
         return min(wanted, max(self._most(start), self._least))
 
-    def book(self, start: int, rows: int) -> None:
-        """That many rows are in the plan now; none: no more prompts in this step."""
-        self.rows = self.rows - rows if rows else 0
+    def book(self, start: int, rows: int, wanted: int) -> None:
+        """That many rows are in the plan now; of fewer than ``wanted`` nothing is left."""
+        self.rows = self.rows - rows if rows == wanted else 0
         self._work -= self._of(rows, start)
         self._least = 0
 

@@ -62,7 +62,8 @@ class Batching:
         if self._config.kv_cache_reuse:
             prompts: list[Sequence] = []
             budget = self._decodes(plan, budget, prompts, now)
-            room = Allowance(budget, self._config.step_overrun, self._twice_at if plan.chunks else 0)
+            decodes = self._config.max_step_tokens - budget
+            room = Allowance(budget, min(decodes, self._config.step_overrun), self._twice_at if decodes else 0)
             self._prompts(plan, room, prompts, now)
         else:
             room = Allowance(self._whole(plan, budget, now))
@@ -235,7 +236,7 @@ class Batching:
         """Its next ``rows`` uncomputed tokens, as ``_fit`` says."""
         start = sequence.computed
         known = len(sequence.tokens)
-        room.book(start, rows)
+        room.book(start, rows, self._rows(sequence))
         if not rows:
             return
         if scoring.pending(sequence):

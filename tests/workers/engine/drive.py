@@ -115,7 +115,7 @@ class Drive:
 
         ``running``: before the step.
         """
-        budget, over, twice_at = self.config.max_step_tokens, self.config.step_overrun, self.twice_at
+        budget, twice_at = self.config.max_step_tokens, self.twice_at
         decodes, prompts = [], []
         for chunk in plan.chunks:
             one = chunk.sequence
@@ -124,6 +124,7 @@ class Drive:
             (decodes if again and ahead else prompts).append(chunk)
         prompts.sort(key=lambda chunk: chunk.sequence.arrival)
         ends = bool(prompts) and prompts[-1].start + prompts[-1].known == len(prompts[-1].sequence.tokens)
+        over = min(len(decodes), self.config.step_overrun)
         assert plan.tokens <= budget + ends * over
         for chunk in prompts[:-1]:
             whole = chunk.start + chunk.known == len(chunk.sequence.tokens)

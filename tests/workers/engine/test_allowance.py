@@ -33,14 +33,14 @@ def test_rows_and_work_are_bounded(budget: int, twice_at: int, prompts: list[tup
             break
         count = room.fit(start, wanted, start + wanted if ends else OPEN)
         assert 0 <= count <= wanted
-        room.book(start, count)
+        room.book(start, count, wanted)
         rows, done = rows + count, done + work(count, start, twice_at)
         finished = ends and count == wanted
         assert rows <= budget + finished * over
         if number or count > -(-budget // 4):
-            assert done <= work(budget + finished * over, 0, twice_at) or (number and rows - count <= -(-budget // 4))
-        if rows > budget or done > work(budget, 0, twice_at):
-            assert not room.open, "whoever ran over was the last"
+            assert done <= work(budget + finished * over, 0, twice_at)
+        if count < wanted or rows > budget or done > work(budget, 0, twice_at):
+            assert not room.open, "whoever got less, or ran over, is the last"
 
 
 @given(budget=st.integers(4, 2048), twice_at=st.integers(1, 20_000), start=sizes)
@@ -61,14 +61,14 @@ def test_what_is_left_goes_to_the_next_in_line() -> None:
     """Not counted, rows add up to the budget; counted, an end deep in a prompt leaves fewer for who is behind."""
     plain, counted = Allowance(512), Allowance(512, twice_at=3072)
     for room in (plain, counted):
-        room.book(1800, room.fit(1800, 200, 2000))
+        room.book(1800, room.fit(1800, 200, 2000), 200)
     assert plain.fit(0, OPEN, OPEN) == 312
     assert counted.fit(0, OPEN, OPEN) == 222
 
 
 def test_a_prompt_as_long_as_the_budget_ends_beside_an_eighth_of_it_in_decodes() -> None:
     for decodes in range(65):
-        assert Allowance(512 - decodes, 64, 3072).fit(0, 512, 512) == 512
+        assert Allowance(512 - decodes, decodes, 3072).fit(0, 512, 512) == 512
     assert Allowance(512 - 65, 64, 3072).fit(0, 512, 512) == 447, "one more, and nobody ends: no row beyond the budget"
 
 
@@ -79,11 +79,14 @@ def test_only_an_end_runs_over() -> None:
     assert room.fit(0, 112, 200) == 100, "a cap on chunks cuts it here, it goes on"
 
 
-def test_who_gets_nothing_ends_the_prompts_of_a_step() -> None:
-    """A place deep in a prompt can need more than is left where the start of one would not."""
+def test_who_gets_less_than_it_wants_is_the_last() -> None:
+    """What is left is enough for the start of a prompt, and not for a place deep in one."""
     room = Allowance(40, 0, 10)
-    room.book(0, 39)
+    room.book(0, 39, 39)
     assert room.open
     assert room.fit(300, 50, OPEN) == 0
-    room.book(300, 0)
+    room.book(300, 0, 50)
+    assert not room.open
+    room = Allowance(40, 0, 10)
+    room.book(300, room.fit(300, 50, OPEN), 50)
     assert not room.open

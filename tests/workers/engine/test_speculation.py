@@ -232,6 +232,7 @@ def test_switches_that_make_no_sense_are_refused() -> None:
     st.integers(1, 40),
     st.integers(1, 8),
     st.booleans(),
+    st.sampled_from([0, 3, 20]),
     st.data(),
 )
 def test_any_schedule_gives_the_tokens_of_a_run_alone(
@@ -242,6 +243,7 @@ def test_any_schedule_gives_the_tokens_of_a_run_alone(
     budget: int,
     guesses: int,
     prefix_cache: bool,
+    twice_at: int,
     data: st.DataObject,
 ) -> None:
     """Requests that come when they like, choices, cancels, tight pools and small budgets; every step is checked."""
@@ -253,6 +255,7 @@ def test_any_schedule_gives_the_tokens_of_a_run_alone(
         max_running=6,
         prefix_cache=prefix_cache,
         speculation={**NGRAM, "tokens": guesses},
+        twice_at=twice_at,
     )
     for number, (length, output, choices, wait) in enumerate(requests):
         engine.add(request(f"r{number}", prompt(length, vocab, number % 2), output, n=choices))

@@ -25,9 +25,11 @@ def draw(sequence: Sequence, count: int) -> list[int]:
 class Bench:
     """One planner; ``coalesce`` takes every stretch it may."""
 
-    def __init__(self, coalesce: bool, blocks: int, **config: Any) -> None:
+    def __init__(self, coalesce: bool, blocks: int, twice_at: int = 0, **config: Any) -> None:
         self.coalesce = coalesce
-        self.planner = Planner(EngineConfig(block_size=4, **config), blocks=blocks, max_context=10_000)
+        self.planner = Planner(
+            EngineConfig(block_size=4, **config), blocks=blocks, max_context=10_000, twice_at=twice_at
+        )
         self.stretch = Stretch(self.planner)
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, int] = {}
@@ -106,14 +108,22 @@ JOB = st.tuples(st.integers(1, 30), st.integers(1, 40), st.sampled_from("ab"), s
     budget=st.integers(2, 64),
     prefix_cache=st.booleans(),
     mode=st.sampled_from(["continuous", "static"]),
+    twice_at=st.sampled_from([0, 2, 30]),
 )
 def test_a_stretch_is_its_steps(
-    jobs: list[tuple[int, int, str, int]], blocks: int, max_running: int, budget: int, prefix_cache: bool, mode: str
+    jobs: list[tuple[int, int, str, int]],
+    blocks: int,
+    max_running: int,
+    budget: int,
+    prefix_cache: bool,
+    mode: str,
+    twice_at: int,
 ) -> None:
     benches = [
         Bench(
             coalesce,
             blocks,
+            twice_at,
             max_running=max_running,
             max_step_tokens=budget,
             prefix_cache=prefix_cache,

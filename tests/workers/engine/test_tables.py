@@ -215,6 +215,7 @@ def test_purge_by_key_finds_the_blocks_of_every_table() -> None:
     spare=st.integers(0, 30),
     chunk=st.sampled_from([None, 1, 5]),
     purge_at=st.integers(0, 40),
+    twice_at=st.sampled_from([0, 3, 20]),
 )
 @settings(max_examples=60, deadline=None)
 def test_any_crowd_gives_the_tokens_of_running_alone(
@@ -223,11 +224,12 @@ def test_any_crowd_gives_the_tokens_of_running_alone(
     spare: int,
     chunk: int | None,
     purge_at: int,
+    twice_at: int,
 ) -> None:
     """n > 1, shared prefixes, tiny pools, small chunks, purges on the way; the runner reads every window back."""
     tables = Tables(windows, SIZE, chunk or 18)
     blocks = tables.worst(70) + tables.count + spare
-    drive = Drive(blocks=blocks, windows=windows, max_step_tokens=16, max_chunk_tokens=chunk)
+    drive = Drive(blocks=blocks, windows=windows, max_step_tokens=16, max_chunk_tokens=chunk, twice_at=twice_at)
     for number, (length, new, n, shared, wait) in enumerate(seeds):
         prompt = list(range(1, length + 1)) if shared else length
         drive.add(request(f"r{number}", prompt, new, n=n, scope=b"ab"[number % 2 :][:1]))
