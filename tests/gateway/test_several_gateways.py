@@ -44,55 +44,61 @@ async def send(site: Site, key: str, **body: Any) -> httpx.Response:
     return await site.complete(headers={"idempotency-key": key}, **{"max_tokens": 20, **body})
 
 
-async def test_a_key_runs_once_over_three_gateways(tmp_path: Path) -> None:
-    """security 75: the same key 50 times at once; one generation, one charge, replays or 409; another body is 422."""
-    async with several(tmp_path, 3, Echo(step_s=0.005), {"tenants": [{"id": "alpha"}]}) as sites:
-        body: dict[str, Any] = {"prompt": [60, 61, 62], "ignore_eos": True}
-        answers = await asyncio.gather(*(send(sites[i % 3], "one", **body) for i in range(50)))
-        good = [answer for answer in answers if answer.status_code == 200]
-        assert good
-        assert len({answer.json()["id"] for answer in good}) == 1
-        assert [answer.headers.get("x-forebay-replayed") for answer in good].count(None) == 1
-        for answer in answers:
-            assert answer.status_code in STATUSES
-            if answer.status_code == 409:
-                assert answer.json()["error"]["code"] == "idempotency_key_elsewhere"
-                assert answer.headers["retry-after"] == "1"
-            elif answer.status_code == 503:  # it had joined one that was told no
-                assert answer.json()["error"]["code"] == "replay_lost"
-        later = [await send(site, "one", **body) for site in sites]
-        assert sorted(answer.status_code for answer in later) == [200, 409, 409]
-        assert [(await send(site, "one", **{**body, "max_tokens": 3})).status_code for site in sites] == [422] * 3
+async def test_keys_and_what_is_left_are_one_over_three_gateways(tmp_path: Path) -> None:
+    tenants = {"tenants": [{"id": "alpha", "limits": {"tokens_per_day": 1000, "max_output_tokens": 30}}]}
+    async with several(tmp_path, 3, Echo(step_s=0.005), tenants) as sites:
+        await _runs_once(sites)
+        await _is_free_after_a_failure(*sites[:2])
         for site in sites:
             await site.at_rest()
-        report = (await sites[2].admin.get("/admin/usage")).json()
-        assert (report["total"]["requests"], report["total"]["output_tokens"]) == (1, 20)
+        report = (await sites[2].admin.get("/admin/usage")).json()["total"]
+        assert report["requests"] == 2
+        await _left(sites, 1000 - report["input_tokens"] - report["output_tokens"])
 
 
-async def test_a_key_is_free_everywhere_after_a_failure(tmp_path: Path) -> None:
-    tenants = {"tenants": [{"id": "alpha", "limits": {"max_output_tokens": 30}}]}
-    async with several(tmp_path, 2, Echo(), tenants) as (one, two):
-        refused = await send(one, "k", prompt=[60], max_tokens=31)
-        assert refused.status_code == 400
-        assert (await send(two, "k", prompt=[60])).status_code == 200
-        assert (await send(one, "k", prompt=[60])).status_code == 409
+async def _runs_once(sites: list[Site]) -> None:
+    """security 75: the same key 50 times at once; one generation, one charge, replays or 409; another body is 422."""
+    body: dict[str, Any] = {"prompt": [60, 61, 62], "ignore_eos": True}
+    answers = await asyncio.gather(*(send(sites[i % 3], "one", **body) for i in range(50)))
+    good = [answer for answer in answers if answer.status_code == 200]
+    assert good
+    assert len({answer.json()["id"] for answer in good}) == 1
+    assert [answer.headers.get("x-forebay-replayed") for answer in good].count(None) == 1
+    for answer in answers:
+        assert answer.status_code in STATUSES
+        if answer.status_code == 409:
+            assert answer.json()["error"]["code"] == "idempotency_key_elsewhere"
+            assert answer.headers["retry-after"] == "1"
+        elif answer.status_code == 503:  # it had joined one that was told no
+            assert answer.json()["error"]["code"] == "replay_lost"
+    later = [await send(site, "one", **body) for site in sites]
+    assert sorted(answer.status_code for answer in later) == [200, 409, 409]
+    assert [(await send(site, "one", **{**body, "max_tokens": 3})).status_code for site in sites] == [422] * 3
+    for site in sites:
+        await site.at_rest()
+    report = (await sites[2].admin.get("/admin/usage")).json()
+    assert (report["total"]["requests"], report["total"]["output_tokens"]) == (1, 20)
 
 
-async def test_what_is_left_is_told_by_every_gateway(tmp_path: Path) -> None:
-    tenants = {"tenants": [{"id": "alpha", "limits": {"tokens_per_day": 1000, "concurrent": 5}}]}
-    async with several(tmp_path, 2, Echo(), tenants) as sites:
-        answer = await sites[1].complete(prompt=[60] * 10, max_tokens=20, ignore_eos=True)
-        assert answer.status_code == 200
-        caller = {"authorization": f"Bearer {token('alpha')}"}
-        for site in sites:
-            own = await site.http.get("/v1/usage", headers=caller)
-            limits = {limit["limit"]: limit["remaining"] for limit in own.json()["limits"]}
-            assert limits == {"concurrent": 5, "tokens_per_day": 970}
-        line = unwrap(sites[1].gateway.parts.runtime.current.quota)._line
-        line._run.cancel()
-        await until(lambda: not line.up, "it has hung up")
-        told = await sites[1].http.get("/v1/usage", headers=caller)
-        assert (told.status_code, told.json()["error"]["code"]) == (503, "quota_unavailable")
+async def _is_free_after_a_failure(one: Site, two: Site) -> None:
+    refused = await send(one, "k", prompt=[60], max_tokens=31)
+    assert refused.status_code == 400
+    assert (await send(two, "k", prompt=[60])).status_code == 200
+    assert (await send(one, "k", prompt=[60])).status_code == 409
+
+
+async def _left(sites: list[Site], tokens: int) -> None:
+    """Every gateway tells what is left, and says so where it cannot know."""
+    caller = {"authorization": f"Bearer {token('alpha')}"}
+    for site in sites:
+        own = await site.http.get("/v1/usage", headers=caller)
+        limits = {limit["limit"]: limit["remaining"] for limit in own.json()["limits"]}
+        assert limits == {"tokens_per_day": tokens}
+    line = unwrap(sites[1].gateway.parts.runtime.current.quota)._line
+    line._run.cancel()
+    await until(lambda: not line.up, "it has hung up")
+    told = await sites[1].http.get("/v1/usage", headers=caller)
+    assert (told.status_code, told.json()["error"]["code"]) == (503, "quota_unavailable")
 
 
 async def test_twenty_calls_at_each_of_two_gateways_pass_one_cap(tmp_path: Path) -> None:
