@@ -54,7 +54,7 @@ def table(name: str, files: ModelFiles, cache: Path) -> None:
             for mean, exact in zip(means, before, strict=True)
         )
         sys.stdout.write(
-            f"{name:8}{setting:22}{size / 1e6:8.1f} MB ({size / bytes_before:.3f}){perplexities}{seconds:7.1f} s\n"
+            f"{name:10}{setting:22}{size / 1e6:8.1f} MB ({size / bytes_before:.3f}){perplexities}{seconds:7.1f} s\n"
         )
         sys.stdout.flush()
 

@@ -6,12 +6,14 @@ Rules
   behind it is fitted to the inputs that it will get in service.
 - At any time one linear's weights are in memory, besides embedding and head, so a model needs no more room than its
   rounded self and the text's activations.
-- A linear that the text never reaches (an expert that no token chose) is rounded without data.
+- A linear that the text never reaches (an expert that no token chose) is rounded without data, and so is what a
+  decoder uses otherwise than by calling a linear.
 - The text is shipped with this module, was written for it, and nothing is measured on it anywhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any
@@ -41,8 +43,12 @@ LENGTH = 512
 _BLOCK = 16
 
 
+class PendingError(TypeError):
+    """A decoder asked a pending matrix for its numbers, which only a ``QuantisedLinear`` that is called can have."""
+
+
 def _no_numbers(*_: Tensor) -> tuple[Tensor, None]:
-    raise TypeError("a pending matrix has no numbers yet")
+    raise PendingError
 
 
 PENDING = Format("pending", 64, (), _no_numbers)
@@ -83,15 +89,19 @@ class _Pass:
         config, device = self._config, self._device
         length = min(LENGTH, config.max_context)
         weights = Weights(self._source, torch.float32, device, fresh=False, rounding=self._pending)
-        decoder = make(config, weights, length)
+        with contextlib.suppress(PendingError):  # what it reached before is fitted all the same
+            self._show(make(config, weights, length), pieces)
+        return {name: self._rounded(name) for name in self._names}
+
+    def _show(self, decoder: Any, pieces: Sequence[list[int]]) -> None:
+        config, device = self._config, self._device
         if self._names and pieces and isinstance(decoder, nn.Module):
             for module in decoder.modules():
                 if isinstance(module, QuantisedLinear):
                     module.register_forward_pre_hook(self._reached)
             batch = build([_prompt(piece) for piece in pieces], _BLOCK, device)
-            attend = _attention(config, length, batch, device)
+            attend = _attention(config, max(map(len, pieces)), batch, device)
             decoder(batch.tokens, batch.positions, attend, torch.empty(0, dtype=torch.int64, device=device))
-        return {name: self._rounded(name) for name in self._names}
 
     def _pending(self, name: str, weight: Tensor) -> Quantised:
         if stays_fine(name):

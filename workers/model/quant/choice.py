@@ -97,7 +97,9 @@ def _tokenizer(files: ModelFiles, opened: SafetensorsSource | GgufSource) -> Tok
 
 def _pieces(tokenizer: Tokenizer, sample: str, config: ModelConfig) -> list[list[int]]:
     """The text in prompts, each with what the model wants in front."""
-    front = tokenizer.encode_text("")
+    front, tokens = (
+        [token for token in found if token < config.vocab]
+        for found in (tokenizer.encode_text(""), tokenizer.encode_text(sample, prefix=False))
+    )
     length = min(LENGTH, config.max_context) - len(front)
-    tokens = [token for token in tokenizer.encode_text(sample, prefix=False) if token < config.vocab][:MOST_TOKENS]
-    return [front + tokens[at : at + length] for at in range(0, len(tokens), length)]
+    return [front + tokens[at : at + length] for at in range(0, MOST_TOKENS, max(1, length)) if at < len(tokens)]

@@ -36,8 +36,7 @@ def fitted(weight: Tensor, moments: Tensor) -> Quantised:
         return plain
     order, upper = factor
     made = _solved(weight, moments.diagonal(), order, upper)
-    worse = _error(made, weight, moments) > _error(plain, weight, moments)
-    return _chosen(worse, plain, made)
+    return _chosen(_worse(made, plain, weight, moments), plain, made)
 
 
 def _factor(moments: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -83,10 +82,13 @@ def _solved(weight: Tensor, energy: Tensor, order: Tensor, upper: Tensor) -> Qua
     return packed(placed, columns, parts)
 
 
-def _error(made: Quantised, weight: Tensor, moments: Tensor) -> Tensor:
-    """[rows]: squared change of the outputs, added over all inputs."""
-    moved = made.dense(torch.float32) - weight
-    return ((moved @ moments) * moved).sum(1)
+def _worse(one: Quantised, other: Quantised, weight: Tensor, moments: Tensor) -> Tensor:
+    """[rows]: whether ``one`` changes the outputs more, squares added over all inputs.
+
+    a H aᵀ - b H bᵀ = (a - b) H (a + b)ᵀ, since H is symmetric: one product with it instead of two.
+    """
+    first, second = one.dense(torch.float32), other.dense(torch.float32)
+    return (((first - second) @ moments) * (first + second - 2 * weight)).sum(1) > 0
 
 
 def _chosen(first: Tensor, one: Quantised, other: Quantised) -> Quantised:

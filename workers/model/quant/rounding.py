@@ -90,7 +90,9 @@ def _int4(x: Tensor, columns: int) -> Quantised:
 def grid(x: Tensor, importance: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The scales of q4k that suit x fp32 [rows, groups, 32] best, an error in a weight counting ``importance`` (>= 0,
     of a shape that stretches to that of x)."""
-    d, m = _search(x, importance.expand_as(x))
+    every, step = importance.expand_as(x), max(1, (CUDA_ROWS if x.is_cuda else _CACHED) // (x.shape[1] * GROUP))
+    parts = [_search(x[at : at + step], every[at : at + step]) for at in range(0, len(x), step)]
+    d, m = (torch.cat(found) for found in zip(*parts, strict=True))
     (factor, a), (offset, b) = _nested(d), _nested(-m)
     return factor, offset, a, b
 

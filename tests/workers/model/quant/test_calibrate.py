@@ -16,6 +16,7 @@ from tests.workers.model.harness import logits_of
 from tests.workers.model.test_perplexity import TEXT
 from workers.config import EngineConfig
 from workers.model.config import read_config
+from workers.model.llama import LlamaDecoder
 from workers.model.loading import LoadedModel, load
 from workers.model.quant import calibrate
 from workers.model.quant.calibrate import calibrated
@@ -107,6 +108,37 @@ def test_what_the_text_does_not_reach_is_rounded_without_data(tmp_path: Path) ->
     assert sum(experts.values()) >= 12, "three matrices of at least two experts in both layers"
     assert not all(plain.values())
     assert all(torch.equal(made.dense(), int4(stored[name]).dense()) for name, made in fit(folder, [[5]]).items())
+
+
+class Half(LlamaDecoder):
+    """A decoder that multiplies with the matrices of its second layer by itself."""
+
+    def forward(self, *given: Any) -> Tensor:
+        first, second = self.layers
+        self.layers = torch.nn.ModuleList([first])
+        self._rope_of = self._rope_of[:1]
+        super().forward(*given)
+        made: Tensor = second.mlp.down.matrix.dense()
+        return made
+
+
+class Hasty(LlamaDecoder):
+    """One that wants numbers before anything is computed."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.layers[0].mlp.down.matrix.dense()  # type: ignore[union-attr]
+
+
+def test_a_decoder_that_uses_matrices_by_itself_is_fitted_as_far_as_it_goes(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    config, stored = read_config(folder), load_file(folder / "model.safetensors")
+    for kind, reached in ((Half, {"0"}), (Hasty, set())):
+        with SafetensorsSource(folder) as source:
+            made = calibrated(kind, config, source, PIECES, torch.device("cpu"))
+        fitted = {name for name, one in made.items() if not torch.equal(one.dense(), int4(stored[name]).dense())}
+        assert {name.split(".")[2] for name in fitted} == reached
+        assert len(made) == 12
 
 
 def test_it_is_read_again_and_made_again_when_it_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
