@@ -2,10 +2,11 @@
 
 A prompt's token attends to all tokens before it: at ``twice_at`` tokens of context it takes twice as long as at the
 start. Chunks of equally many tokens would take longer and longer, and so would the gaps in streams that decode beside
-them. So a budget of b rows is also one of work: what b tokens take at the start of a prompt. With W(r, s), the work of
-r rows that start at position s, and t = ``twice_at``, each times 2t:
+them. So a budget of b rows is also one of work: what b tokens take at the start of a prompt, of several prompts of u =
+``USUAL`` tokens where b is more, so that work is in proportion to b. Work of r rows that start at position s, with t =
+``twice_at``, each token times 2t:
 
-    W(r, s) = sum of 2t + 2 (s + i) + 1 for i in 0..r-1 = r (r + 2 (t + s)),   W(r, s) <= W(b, 0) = (t + b)^2 - t^2
+    W(r, s) = sum of 2t + 2 (s + i) + 1 for i in 0..r-1 = r (r + 2 (t + s)),   at most b (min(b, u) + 2t)
 
 Rules
 - No step has more than ``max_step_tokens`` rows, but for the end of one prompt: beside it decodes are not counted, up
@@ -23,6 +24,9 @@ from __future__ import annotations
 
 from math import isqrt
 
+from workers.config import MEAN_REQUEST_TOKENS
+
+USUAL = MEAN_REQUEST_TOKENS
 LEAST = 4
 """The first prompt gets at least one of so many parts of the rows."""
 
@@ -37,7 +41,8 @@ class Allowance:
         self.rows = rows
         self._over = overrun
         self._twice_at = twice_at
-        self._work, self._extra = self._of(rows, 0), self._of(overrun, rows)
+        self._work = self._whole(rows)
+        self._extra = self._whole(rows + overrun) - self._work
         self._least = -(-rows // LEAST)
 
     @property
@@ -63,6 +68,10 @@ class Allowance:
             return self.rows + rows
         origin = self._twice_at + start
         return min(self.rows + rows, isqrt(max(0, origin * origin + self._work + work)) - origin)
+
+    def _whole(self, rows: int) -> int:
+        """The work of so many rows of budget."""
+        return rows * (min(rows, USUAL) + 2 * self._twice_at)
 
     def _of(self, rows: int, start: int) -> int:
         """W(rows, start)."""

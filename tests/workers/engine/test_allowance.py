@@ -22,6 +22,11 @@ def work(rows: int, start: int, twice_at: int) -> int:
     return sum(2 * twice_at + 2 * position + 1 for position in range(start, start + rows))
 
 
+def most(budget: int, twice_at: int) -> int:
+    """The work of a budget: of prompts of 512 tokens, and one shorter than that if there is no whole one."""
+    return budget * work(512, 0, twice_at) // 512 if budget > 512 else work(budget, 0, twice_at)
+
+
 @given(budget=st.integers(1, 2048), twice_at=st.integers(1, 20_000), prompts=st.lists(places, min_size=1, max_size=6))
 def test_rows_and_work_are_bounded(budget: int, twice_at: int, prompts: list[tuple[int, int, bool]]) -> None:
     """The first prompt's quarter aside, a step is no longer than its budget at a prompt's start, but for one end."""
@@ -38,8 +43,8 @@ def test_rows_and_work_are_bounded(budget: int, twice_at: int, prompts: list[tup
         finished = ends and count == wanted
         assert rows <= budget + finished * over
         if number or count > -(-budget // 4):
-            assert done <= work(budget + finished * over, 0, twice_at)
-        if count < wanted or rows > budget or done > work(budget, 0, twice_at):
+            assert done <= most(budget + finished * over, twice_at)
+        if count < wanted or rows > budget or done > most(budget, twice_at):
             assert not room.open, "whoever got less, or ran over, is the last"
 
 
@@ -47,14 +52,24 @@ def test_rows_and_work_are_bounded(budget: int, twice_at: int, prompts: list[tup
 def test_a_chunk_is_as_long_as_it_may_be(budget: int, twice_at: int, start: int) -> None:
     rows = Allowance(budget, 0, twice_at).fit(start, OPEN, OPEN)
     least = -(-budget // 4)
-    assert rows == budget or work(rows + 1, start, twice_at) > work(budget, 0, twice_at)
-    assert rows == least or work(rows, start, twice_at) <= work(budget, 0, twice_at)
+    assert rows == budget or work(rows + 1, start, twice_at) > most(budget, twice_at)
+    assert rows == least or work(rows, start, twice_at) <= most(budget, twice_at)
     assert rows >= least
 
 
-@given(budget=st.integers(1, 2048), twice_at=st.integers(0, 20_000))
+@given(budget=st.integers(1, 512), twice_at=st.integers(0, 20_000))
 def test_at_the_start_a_chunk_is_the_budget(budget: int, twice_at: int) -> None:
     assert Allowance(budget, 0, twice_at).fit(0, OPEN, OPEN) == budget
+
+
+def test_four_times_the_budget_is_four_times_the_work() -> None:
+    """Four prompts of 512 tokens fit, of one of 2,048 four fifths: the gap beside both is four times that of one."""
+    room = Allowance(2048, twice_at=2304)
+    assert room.fit(0, 2048, 2048) == 1670
+    for _ in range(4):
+        assert room.fit(0, 512, 512) == 512
+        room.book(0, 512, 512)
+    assert not room.open
 
 
 def test_what_is_left_goes_to_the_next_in_line() -> None:
