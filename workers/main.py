@@ -113,6 +113,7 @@ async def _work(station: Station, options: WorkerOptions, stop: asyncio.Event) -
         return await _serve(station, stop, options.drain_s)
     except (LoadError, OSError, ValueError) as error:
         logger.error("worker_start_failed", source=options.source, detail=str(error))
+        await station.server.refuse(str(error))
         return 1
 
 

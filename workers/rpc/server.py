@@ -25,6 +25,8 @@ MAX_SESSIONS = 16
 """Of gateways, with those that are on their way out."""
 MAX_READERS = 1024
 """Other workers' calls at once."""
+MAX_REASON = 2000
+"""Characters; a status travels in a header."""
 
 
 class WorkerServer:
@@ -93,6 +95,17 @@ class WorkerServer:
         assert self._hello is not None, "start() first"
         if not self._hello.done():
             self._hello.set_result(hello)
+
+    async def refuse(self, reason: str, timeout_s: float = 2.0) -> None:
+        """There will be no model: the gateway that waits for a greeting hears why, and so does one that comes now."""
+        assert self._hello is not None, "start() first"
+        if not self._hello.done():
+            self._hello.set_exception(_NoModelError(reason[:MAX_REASON]))
+            self._hello.exception()  # perhaps nobody waits for it
+        session = self._session
+        if session is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(session.ended.wait(), timeout_s)
 
     def renew(self, hello: Hello) -> None:
         """What every later gateway is told instead."""
@@ -178,7 +191,11 @@ class WorkerServer:
 
     async def _greet(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         assert self._hello is not None
-        hello = await asyncio.shield(self._hello)
+        try:
+            hello = await asyncio.shield(self._hello)
+        except _NoModelError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            raise  # not reached: abort does
         deadline = asyncio.get_running_loop().time() + ORPHAN_WAIT_S
         while self._outbox.orphans:
             if asyncio.get_running_loop().time() > deadline:
@@ -205,6 +222,10 @@ class WorkerServer:
                     await context.write(frame)
             if finishing:
                 return
+
+
+class _NoModelError(Exception):
+    """Why a worker will not be ready."""
 
 
 class _Session:

@@ -178,6 +178,27 @@ async def test_hello_waits_for_the_model(serve: Serve) -> None:
     await client.close()
 
 
+async def test_a_worker_without_a_model_says_why(serve: Serve) -> None:
+    """To the gateway that waits for it, and to one that comes before the worker has ended."""
+    worker = await serve(ready=False)
+    why = "engine.tensor_parallel=3 does not divide the model; write 1"
+    await worker.server.refuse("nobody hears this one, and nothing is kept of it")
+    worker = await serve(ready=False)
+    waiting, late = WorkerClient(worker.server.address), WorkerClient(worker.server.address)
+    await waiting.connect(10)
+    first = asyncio.ensure_future(anext(aiter(waiting)))
+    await asyncio.sleep(0)
+    refusing = asyncio.create_task(worker.server.refuse(why))
+    with pytest.raises(SessionError, match="failed_precondition: " + why):
+        await asyncio.wait_for(first, 30)
+    await asyncio.wait_for(refusing, 30)
+    await late.connect(10)
+    with pytest.raises(SessionError, match=why):
+        await asyncio.wait_for(anext(aiter(late)), 30)
+    for client in (waiting, late):
+        await client.close()
+
+
 async def test_a_client_waits_for_a_worker_that_does_not_listen_yet(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/late"
     os.chmod(tmp_path, 0o700)
