@@ -68,7 +68,7 @@ class Delivery:
                     continue
                 said.extend(batch if visit.trace.captures_content else ())
                 if ticket.done and ticket.error is None:
-                    last = data
+                    last += data  # there may be more that came while this was made
                     continue
                 await self._begin(visit)
                 await visit.reply.write(data)

@@ -30,6 +30,8 @@ ASIDE = 5
 """How much nicer (``nice(2)``) the threads are than the event loop: a third of its share where both want one core. Not
 more: a thread that holds the interpreter lock and gets no core would keep the loop from going on."""
 MOST_THREADS = 4
+MOST_OWNERS = 1024
+"""Above so many, those are forgotten that have nothing in the line."""
 SWITCH_S = 0.0005
 """After so long a thread hands over the interpreter lock to one that wants it; Python's own is 5 ms."""
 
@@ -51,9 +53,11 @@ def hand_over_soon() -> None:
 class _Turn:
     """Work that waits."""
 
+    owner: str
     work: Callable[[], Any] | None
     """None: nobody wants it any more."""
     result: asyncio.Future[Any]
+    begun: bool = False
 
 
 class Lane:
@@ -68,7 +72,8 @@ class Lane:
         self._now = 0.0
         """Virtual time: the start of what was begun last."""
         self._ends: dict[str, float] = {}
-        """Per owner, the virtual time at which all of its work so far ends; only while somebody waits or runs."""
+        """Per owner, the virtual time at which all of its work so far ends."""
+        self._most = MOST_OWNERS
 
     def __len__(self) -> int:
         """How much waits."""
@@ -78,16 +83,20 @@ class Lane:
         """What ``work`` returns or raises. ``cost``: about what it takes, in characters of encoding."""
         if cost <= INLINE_CHARS:
             return work()
-        turn = _Turn(work, asyncio.get_running_loop().create_future())
+        turn = _Turn(owner, work, asyncio.get_running_loop().create_future())
         start = max(self._now, self._ends.get(owner, 0.0))
         self._ends[owner] = start + cost / weight
         self._count += 1
         heappush(self._line, (start, self._count, turn))
+        if len(self._ends) > self._most:
+            self._forget()
         self._fill()
         try:
             result: T = await turn.result
         finally:
             turn.work = None  # it holds the prompt
+            if not turn.begun and owner in self._ends:
+                self._ends[owner] -= cost / weight
         return result
 
     async def close(self) -> None:
@@ -95,6 +104,12 @@ class Lane:
         while self._line:
             heappop(self._line)[2].result.cancel()
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
+
+    def _forget(self) -> None:
+        """Forget whose work is done. So seldom that it costs each of them next to nothing."""
+        waiting = {turn.owner for _, _, turn in self._line}
+        self._ends = {owner: end for owner, end in self._ends.items() if owner in waiting}
+        self._most = MOST_OWNERS + 2 * len(self._ends)
 
     def _fill(self) -> None:
         """Begin what has a thread."""
@@ -104,6 +119,7 @@ class Lane:
                 continue
             self._now = start
             self._free -= 1
+            turn.begun = True
             running = asyncio.get_running_loop().run_in_executor(self._threads, turn.work)
             running.add_done_callback(partial(self._ended, turn))
         if not self._line and self._free == self._all:

@@ -12,32 +12,30 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class HeadWithBody:
-    """What one request's cycle writes to instead of its transport.
+    """What one request's cycle writes to instead of its transport, until its head is out.
 
     The head waits for the body, but for no longer than a turn of the event loop: an application may begin its answer
-    and have nothing to say yet. The answer to a HEAD never has a body, so it does not wait.
+    and have nothing to say yet. Not for requests with HEAD, whose answers never have a body.
     """
 
-    __slots__ = ("_begun", "_cycle", "_head", "_loop", "_timer", "_transport")
+    __slots__ = ("_cycle", "_head", "_loop", "_timer", "_transport")
 
     def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
         self._cycle = cycle
         self._loop = loop
         self._transport = cycle.transport
-        self._begun = cycle.scope["method"] == "HEAD"
         self._head: bytes | None = None
         self._timer: asyncio.Handle | None = None
 
     def write(self, data: bytes) -> None:
         """The first write after the answer was started is its head (100 Continue comes before that)."""
         if self._head is not None:
-            data = self._taken() + data
-        elif not self._begun and self._cycle.response_started:
-            self._begun = True
+            self._out(self._head + data)
+        elif self._cycle.response_started:
             self._head = data
             self._timer = self._loop.call_soon(self._flush)
-            return
-        self._transport.write(data)
+        else:
+            self._transport.write(data)
 
     def close(self) -> None:
         """Close behind what was written."""
@@ -49,12 +47,14 @@ class HeadWithBody:
         return self._transport.is_closing()
 
     def _flush(self) -> None:
-        if self._head is not None and not self._transport.is_closing():
-            self._transport.write(self._taken())
+        if self._head is not None:
+            self._out(self._head)
 
-    def _taken(self) -> bytes:
-        head, self._head = self._head or b"", None
+    def _out(self, data: bytes) -> None:
+        """Write the head, and step out of the way."""
+        self._head = None
+        self._cycle.transport = self._transport
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        return head
+        if not self._transport.is_closing():
+            self._transport.write(data)

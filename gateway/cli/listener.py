@@ -180,7 +180,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] in ("1.0", "0.9"):
             app = _ended_by_close(app, cycle)
-        cycle.transport = HeadWithBody(cycle, self.loop)  # type: ignore[assignment]
+        if cycle.scope["method"] != "HEAD":
+            cycle.transport = HeadWithBody(cycle, self.loop)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:

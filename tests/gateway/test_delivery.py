@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from gateway.ticket import Ticket
+from policies.types import JobId, Usage
 from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Settlements, Site, events, pool, token, until
 from workers.testing import Echo
@@ -42,9 +45,9 @@ async def test_the_last_text_does_not_wait_for_a_slow_settlement(start: Start) -
         quota, go_on = site.gateway.parts.runtime.current.quota, asyncio.Event()
         settle = quota.settle
 
-        async def slow(*figures: Any) -> Any:
+        async def slow(job_id: JobId, usage: Usage, now: float) -> Any:
             await go_on.wait()
-            return await settle(*figures)
+            return await settle(job_id, usage, now)
 
         quota.settle = slow  # type: ignore[method-assign]
         async with asyncio.timeout(30), site.stream("alpha", max_tokens=3) as response:
@@ -54,6 +57,22 @@ async def test_the_last_text_does_not_wait_for_a_slow_settlement(start: Start) -
             go_on.set()
             assert [line async for line in said if line][-1] == "data: [DONE]"
         quota.settle = settle  # type: ignore[method-assign]
+
+
+async def test_text_that_comes_while_an_event_is_made_is_not_lost(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events may be made in a thread: meanwhile the request goes on, and ends."""
+
+    async def late(ticket: Ticket, make: Callable[[], bytes]) -> bytes:
+        await ticket.wait_done()
+        return make()
+
+    async with start(echo=Echo(step_s=0.01)) as site, site.client() as client:
+        plain = await client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=9)
+        monkeypatch.setattr("gateway.delivery._made", late)
+        stream = await client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=9, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == plain.choices[0].text
 
 
 async def outcomes(site: Site, count: int) -> list[tuple[int, list[str]]]:

@@ -101,6 +101,20 @@ async def test_who_was_away_has_no_credit(lane: Lane) -> None:
     assert done == ["late", "busy", "late", "busy", "late", "busy"]
 
 
+async def test_owners_without_work_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the lane is never idle."""
+    monkeypatch.setattr("gateway.lane.MOST_OWNERS", 4)
+    lane = Lane("test")
+    following = Blocked(lane, "0")
+    for number in range(1, 20):
+        blocked, following = following, Blocked(lane, str(number))
+        await blocked.started()
+        await blocked.end()
+        assert len(lane._ends) <= 8
+    await following.end()
+    await lane.close()
+
+
 async def test_what_nobody_wants_any_more_is_not_done(lane: Lane) -> None:
     done: list[str] = []
     blocked = Blocked(lane)
@@ -115,6 +129,23 @@ async def test_what_nobody_wants_any_more_is_not_done(lane: Lane) -> None:
     await blocked.end()
     await stays
     assert done == ["stays"]
+
+
+async def test_what_was_not_done_is_not_held_against_its_owner(lane: Lane) -> None:
+    done: list[str] = []
+    blocked = Blocked(lane)
+    await blocked.started()
+    gone = [asyncio.create_task(lane.run("a", LONG, noted(done, "gone"))) for _ in range(9)]
+    others = [asyncio.create_task(lane.run("b", LONG, noted(done, "b"))) for _ in range(3)]
+    await asyncio.sleep(0)
+    for task in gone:
+        task.cancel()
+    await asyncio.gather(*gone, return_exceptions=True)
+    back = asyncio.create_task(lane.run("a", LONG, noted(done, "a")))
+    await asyncio.sleep(0)
+    await blocked.end()
+    await asyncio.gather(back, *others)
+    assert done == ["b", "a", "b", "b"]
 
 
 async def test_a_caller_that_leaves_frees_no_thread_that_still_works(lane: Lane) -> None:
