@@ -26,6 +26,7 @@ from gateway.yaml_source import Mistake, Source
 from policies.registry import Registry
 from policies.spi import KINDS, PolicyConfigError
 from policies.strict import quoted
+from policies.wording import complaint, known_keys
 
 _SECRET = re.compile(r"key|secret|hash|token|password", re.IGNORECASE)
 M = TypeVar("M", bound=BaseModel)
@@ -170,12 +171,10 @@ def _mistakes(detail: Any, model: type[BaseModel]) -> Iterable[Mistake]:
     if isinstance(cause, SettingsError):
         return [Mistake((*path, *inner), message) for inner, message in cause.mistakes]
     if detail["type"] == "extra_forbidden":
-        return [Mistake(path, _unknown_key(str(path[-1]), _keys_at(path[:-1], model)))]
-    if detail["type"] == "missing":
-        return [Mistake(path, "is missing")]
-    if detail["type"] == "too_short":
-        return [Mistake(path, "needs at least one entry")]
-    message = str(detail["msg"]).removeprefix("Value error, ")
+        return [Mistake(path, _unknown_key(str(path[-1]), known_keys(path[:-1], model)))]
+    if detail["type"] in ("missing", "too_short"):
+        return [Mistake(path, complaint(detail, model))]
+    message = complaint(detail, model)
     value = detail.get("input")
     shown = isinstance(value, str | int | float | bool) or value is None
     if shown and not _SECRET.search(yaml_source.dotted(path)) and repr(value) not in message:
@@ -198,30 +197,3 @@ def _unknown_key(key: str, known: list[str]) -> str:
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"unknown key{hint} (known: {', '.join(known)})" if known else "unknown key"
-
-
-def _keys_at(path: yaml_source.Path, model: type[BaseModel]) -> list[str]:
-    """The keys that the section at ``path`` takes."""
-    schema = model.model_json_schema(by_alias=True)
-    nodes = [schema]
-    for step in path:
-        inner = [_child(node, step) for node in nodes]
-        nodes = [found for child in inner if child is not None for found in _resolved(child, schema)]
-    return sorted({key for node in nodes for key in node.get("properties", {})})
-
-
-def _child(node: dict[str, Any], step: str | int) -> dict[str, Any] | None:
-    chosen = node.get("discriminator", {}).get("mapping", {}).get(step)
-    if chosen is not None:
-        return {"$ref": chosen}
-    child = node.get("items") if isinstance(step, int) else node.get("properties", {}).get(step)
-    child = node.get("additionalProperties") if child is None else child
-    return child if isinstance(child, dict) else None
-
-
-def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """The schemas that ``node`` may stand for: references followed, alternatives side by side."""
-    if "$ref" in node:
-        return _resolved(schema["$defs"][node["$ref"].rsplit("/", 1)[1]], schema)
-    alternatives = [found for option in node.get("anyOf", []) for found in _resolved(option, schema)]
-    return alternatives or [node]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
+from urllib.parse import quote
 
 from msgspec.structs import replace as with_fields
 
@@ -132,10 +133,15 @@ class Entrance:
         except ApiError:  # not for this tenant, not loaded, or too long for it
             decision = None
         if decision is not None and decision.admitted and self._dispatchers[name].ready_for(prepared.job):
-            return replace(prepared, notes={**prepared.notes, FALLBACK: name}), decision
+            return replace(prepared, notes={**prepared.notes, FALLBACK: told(name)}), decision
         visit.model, visit.adapter = own
         visit.trace.tag(attributes.root(job_id=refused.job.id, model=refused.job.model, adapter=refused.job.adapter))
         return None
+
+
+def told(name: str) -> str:
+    """A model's name as a header can hold it: percent-encoded where it is not plain ASCII."""
+    return name if name.isascii() else quote(name)
 
 
 def clamped(prepared: Prepared, most: int) -> Prepared:

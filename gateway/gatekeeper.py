@@ -11,7 +11,8 @@ Rules
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.types import Scope
@@ -49,7 +50,8 @@ class Gatekeeper:
     async def authenticate(self, scope: Scope, policies: PolicySet) -> Principal:
         """The verified caller. Raises ApiError 401, 503."""
         client = scope.get("client")
-        request = AuthRequest(joined_headers(scope), client[0] if client else None)
+        headers = joined_headers(scope)
+        request = AuthRequest(headers, client[0] if client else None, _repeated(scope, headers))
         try:
             asked = policies.auth.authenticate(request)
             principal = await self._within("auth", policies.uses["auth"].use, asked)
@@ -140,6 +142,14 @@ def over_quota(decision: QuotaDecision) -> ApiError:
     return throttled(
         f"Your {level}'s limit {limit} is reached. Retry after the time in Retry-After.", limit, decision.retry_after_s
     )
+
+
+def _repeated(scope: Scope, joined: Mapping[str, str]) -> frozenset[str]:
+    """Names of headers that came more than once."""
+    if len(scope["headers"]) == len(joined):
+        return frozenset()
+    counts = Counter(name.decode("latin-1") for name, _ in scope["headers"])
+    return frozenset(name for name, count in counts.items() if count > 1)
 
 
 def joined_headers(scope: Scope) -> dict[str, str]:

@@ -41,9 +41,6 @@ from workers.engine.block_hash import chain_keys
 from workers.protocol import Generate, SamplingParams
 from workers.tokenizer import ChatTemplateError, EncodeError
 
-MESSAGE_CHARS = 64
-"""What rendering one message costs, in characters of encoding: many empty ones belong into a thread, too."""
-
 AnyRequest = ChatRequest | CompletionRequest
 T = TypeVar("T")
 
@@ -223,7 +220,7 @@ class Intake:
         scope: CacheScope,
         context: Context,
     ) -> tuple[list[int], tuple[PrefixKey, ...], int]:
-        chars, messages, encode = _reader(request, tokenizer)
+        chars, cost, encode = _reader(request, tokenizer)
         context.refuse_text(chars, request.content_param)
         block_size, revision = model.block_size, model.revision
 
@@ -237,7 +234,7 @@ class Intake:
             return tokens, tuple(PrefixKey(key) for key in keys), public
 
         try:
-            return await self._prompts.run(tenant.id, chars + MESSAGE_CHARS * messages, work, weight=tenant.weight)
+            return await self._prompts.run(tenant.id, cost, work, weight=tenant.weight)
         except (ChatTemplateError, EncodeError) as error:
             text = str(error)
             raise bad_request(f"{text[:1].upper()}{text[1:]}.", param=request.content_param) from None
@@ -266,22 +263,26 @@ class Intake:
 
 
 def _reader(request: AnyRequest, tokenizer: TextTokenizer) -> tuple[int, int, Callable[[], list[int]]]:
-    """How many characters and how many messages are to be encoded, and how it is done."""
+    """How many characters there are at least, what encoding them costs (in characters), and how it is done."""
     if isinstance(request, ChatRequest):
         return _chat_reader(request, tokenizer)
     prompt = request.prompt
     if isinstance(prompt, str):
-        return len(prompt), 0, lambda: tokenizer.encode_text(prompt)
-    return len(prompt), 0, lambda: list(prompt)
+        return len(prompt), len(prompt), lambda: tokenizer.encode_text(prompt)
+    return len(prompt), len(prompt), lambda: list(prompt)
 
 
 def _chat_reader(request: ChatRequest, tokenizer: TextTokenizer) -> tuple[int, int, Callable[[], list[int]]]:
     tools = request.toolbox.shown if request.toolbox is not None else ()
     template = tokenizer.tool_template
-    messages, documents = form_of(template).laid_out(request.messages, tools, template)
-    beside = [documents, *(message["tool_calls"] for message in messages if "tool_calls" in message)]
-    chars = sum(len(message["content"]) for message in messages) + (len(json.dumps(beside)) if any(beside) else 0)
-    return chars, len(messages), lambda: tokenizer.encode_chat(messages, tools=documents or None)
+
+    def encode() -> list[int]:
+        messages, documents = form_of(template).laid_out(request.messages, tools, template)
+        return tokenizer.encode_chat(messages, tools=documents or None)
+
+    told = sum(len(json.dumps(tool.document)) for tool in tools)
+    chars = sum(message.chars for message in request.messages) + told
+    return chars, sum(message.cost for message in request.messages) + told, encode
 
 
 def _not_offered(endpoint: EndpointName, model: str) -> ApiError:

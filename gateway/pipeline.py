@@ -30,13 +30,14 @@ from starlette.types import Receive, Scope, Send
 from gateway import log
 from gateway import trace_attributes as attributes
 from gateway.access import check_features
+from gateway.arriving import Arriving
 from gateway.delivery import Delivery
 from gateway.dispatch import Dispatcher
 from gateway.entrance import Entrance
 from gateway.errors import ApiError, bad_request, internal, timed_out
 from gateway.gatekeeper import Gatekeeper, over_quota
 from gateway.http import sse
-from gateway.http.middleware import read_body, request_id, send_error, watch_disconnect
+from gateway.http.middleware import request_id, send_error, watch_disconnect
 from gateway.http.openai import Format
 from gateway.http.schemas import parse
 from gateway.intake import Intake
@@ -99,7 +100,7 @@ class Pipeline:
         self.replays = replays
         self._monitor = monitor
         self._timeouts = timeouts
-        self._max_body_bytes = max_body_bytes
+        self.arriving = Arriving(max_body_bytes)
         self._clock = clock
         self._settling: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -230,8 +231,9 @@ class Pipeline:
         return principal
 
     async def _body(self, visit: Visit) -> bytes:
+        assert visit.tenant is not None
         try:
-            return await within(BODY_S, read_body(visit.receive, self._max_body_bytes))
+            return await within(BODY_S, self.arriving.body(visit.tenant.id, visit.receive))
         except TimeoutError:
             raise bad_request(
                 f"The body did not arrive within {BODY_S:.0f} seconds.", code="body_timeout", status=408

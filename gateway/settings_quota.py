@@ -11,6 +11,9 @@ from gateway.settings_base import Mistake, Section
 from policies.quota.limits import PER_UNIT
 from policies.types import Limits, TokenPrice
 
+MOST = 10**15
+"""Largest limit: what buckets (floating point) and reports can still count exactly. Leave a limit out for none."""
+
 
 def _number(value: Any) -> Any:
     if isinstance(value, bool):
@@ -27,7 +30,7 @@ Rate = Annotated[Decimal, BeforeValidator(_number), Field(ge=0, max_digits=12, d
 class Budget(Section):
     """What a calendar month (UTC) may cost; null: no budget."""
 
-    tokens_per_month: int | None = Field(None, ge=1)
+    tokens_per_month: int | None = Field(None, ge=1, le=MOST)
     """Prompt and output tokens."""
     currency_per_month: Amount | None = None
     """Money, by the price table."""
@@ -36,22 +39,22 @@ class Budget(Section):
 class SharedLimits(Section):
     """Limits of an account at any level; an omitted one is unlimited."""
 
-    requests_per_minute: int | None = Field(None, ge=1)
-    tokens_per_minute: int | None = Field(None, ge=1)
-    concurrent: int | None = Field(None, ge=1)
-    requests_per_hour: int | None = Field(None, ge=1)
-    requests_per_day: int | None = Field(None, ge=1)
-    tokens_per_hour: int | None = Field(None, ge=1)
-    tokens_per_day: int | None = Field(None, ge=1)
-    input_tokens_per_minute: int | None = Field(None, ge=1)
-    input_tokens_per_hour: int | None = Field(None, ge=1)
-    input_tokens_per_day: int | None = Field(None, ge=1)
-    output_tokens_per_minute: int | None = Field(None, ge=1)
-    output_tokens_per_hour: int | None = Field(None, ge=1)
-    output_tokens_per_day: int | None = Field(None, ge=1)
-    queued: int | None = Field(None, ge=1)
+    requests_per_minute: int | None = Field(None, ge=1, le=MOST)
+    tokens_per_minute: int | None = Field(None, ge=1, le=MOST)
+    concurrent: int | None = Field(None, ge=1, le=MOST)
+    requests_per_hour: int | None = Field(None, ge=1, le=MOST)
+    requests_per_day: int | None = Field(None, ge=1, le=MOST)
+    tokens_per_hour: int | None = Field(None, ge=1, le=MOST)
+    tokens_per_day: int | None = Field(None, ge=1, le=MOST)
+    input_tokens_per_minute: int | None = Field(None, ge=1, le=MOST)
+    input_tokens_per_hour: int | None = Field(None, ge=1, le=MOST)
+    input_tokens_per_day: int | None = Field(None, ge=1, le=MOST)
+    output_tokens_per_minute: int | None = Field(None, ge=1, le=MOST)
+    output_tokens_per_hour: int | None = Field(None, ge=1, le=MOST)
+    output_tokens_per_day: int | None = Field(None, ge=1, le=MOST)
+    queued: int | None = Field(None, ge=1, le=MOST)
     """Requests that wait for a worker."""
-    kv_tokens: int | None = Field(None, ge=1)
+    kv_tokens: int | None = Field(None, ge=1, le=MOST)
     """Prompt + max output tokens of all its open requests."""
     budget: Budget = Budget()
 
@@ -68,8 +71,8 @@ class SharedLimits(Section):
 class LimitsConfig(SharedLimits):
     """A tenant's limits: those of every level, and what one request may be."""
 
-    max_output_tokens: int | None = Field(None, ge=1)
-    max_context_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1, le=MOST)
+    max_context_tokens: int | None = Field(None, ge=1, le=MOST)
 
 
 class KeyLimits(SharedLimits):

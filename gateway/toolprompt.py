@@ -51,16 +51,17 @@ def one_by_one(messages: Sequence[Message]) -> Messages:
         if not message.tool_calls:
             laid.append(message)
             continue
-        results: list[Message] = []
+        results: dict[str | None, list[Message]] = {}
         while left and left[0].role == "tool":
-            results.append(left.popleft())
+            result = left.popleft()
+            results.setdefault(result.tool_call_id, []).append(result)
         if message.content:
             laid.append(replace(message, tool_calls=()))
         for call in message.tool_calls:
             laid.append(replace(message, content="", tool_calls=(call,)))
-            laid += [result for result in results if result.tool_call_id == call.id]
+            laid += results.get(call.id, ())
         names = {call.id for call in message.tool_calls}
-        laid += [result for result in results if result.tool_call_id not in names]
+        laid += [result for name, found in results.items() if name not in names for result in found]
     return as_they_are(laid)
 
 
@@ -91,16 +92,18 @@ def short_named(messages: Sequence[Message], name: Callable[[str], str], *, syst
 def described(messages: Sequence[Message], tools: Sequence[Tool]) -> Messages:
     """For a template that knows none."""
     shown: Messages = []
+    responses: list[str] = []
+    """Of results in a row: one message of the user."""
     for place, message in enumerate(messages):
         role, content = _role(message.role), message.content
         if message.tool_calls:
             content = "\n".join([*filter(None, [content]), *(call.text() for call in message.tool_calls)])
         if role == "tool":
-            response = f"<tool_response>\n{content}\n</tool_response>"
-            if place and messages[place - 1].role == "tool":
-                shown[-1]["content"] += f"\n{response}"
+            responses.append(f"<tool_response>\n{content}\n</tool_response>")
+            if place + 1 < len(messages) and messages[place + 1].role == "tool":
                 continue
-            role, content = "user", response
+            role, content = "user", "\n".join(responses)
+            responses = []
         shown.append({"role": role, "content": content})
     if tools:
         rules = _RULES.format(tools="\n".join(map(_line, tools)))

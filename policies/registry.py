@@ -30,6 +30,7 @@ from policies.spi import (
     PolicySpec,
 )
 from policies.strict import quoted
+from policies.wording import complaint, known_keys
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -223,18 +224,16 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"unknown {what} {name!r}{hint} (known: {', '.join(names)})"
+    return f"unknown {what} {quoted(name)}{hint} (known: {', '.join(names)})"
 
 
 def _mistake(detail: Any, config: type[PolicyConfig]) -> tuple[str, str]:
     path = ".".join(["with", *(str(part) for part in detail["loc"])])
     if detail["type"] == "extra_forbidden":
         key = str(detail["loc"][-1])
-        if len(detail["loc"]) > 1:
-            return path, f"unknown key {key!r}"
-        names = [field.alias or name for name, field in config.model_fields.items()]
-        return path, _unknown("key", key, names) if names else f"unknown key {key!r}; it takes no settings"
-    message = str(detail["msg"]).removeprefix("Value error, ")
+        names = known_keys(detail["loc"][:-1], config)
+        return path, _unknown("key", key, names) if names else f"unknown key {quoted(key)}; it takes no settings"
+    message = complaint(detail, config)
     value = detail.get("input")
     # A mistake names the value, unless it could be a secret that somebody put into the file by accident.
     if detail["type"] != "missing" and not _SECRET.search(path) and isinstance(value, str | int | float | bool):

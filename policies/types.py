@@ -58,7 +58,10 @@ class AuthRequest:
     """What an auth policy may look at. Header names are lower case."""
 
     headers: Mapping[str, str]
+    """Several of one name are one here, with commas between."""
     client_host: str | None = None
+    repeated: frozenset[str] = frozenset()
+    """Names of those that came more than once."""
 
     @property
     def bearer(self) -> str | None:

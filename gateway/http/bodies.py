@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from gateway.errors import bad_request
+from policies.wording import complaint
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -34,10 +35,8 @@ def checked(model: type[M], body: dict[str, Any]) -> M:
     except ValidationError as error:
         detail = error.errors(include_url=False, include_input=False)[0]
         path = ".".join(map(str, detail["loc"]))
-        known = ", ".join(field.alias or name for name, field in model.model_fields.items())
-        hint = f" (known: {known})" if detail["type"] == "extra_forbidden" else ""
-        text = str(detail["msg"]).removeprefix("Value error, ")
-        raise bad_request(f"{path}: {text}{hint}." if path else f"{text}.", param=path[:128] or None) from None
+        text = complaint(detail, model)
+        raise bad_request(f"{path}: {text}." if path else f"{text}.", param=path[:128] or None) from None
 
 
 def _no_constant(name: str) -> float:

@@ -6,9 +6,10 @@ import ipaddress
 
 
 def host_name(host: str) -> str:
-    """``[::1]:8081`` → ``::1``, ``localhost:8081`` → ``localhost``."""
+    """``[::1]:8081`` → ``::1``, ``localhost:8081`` → ``localhost``; empty for what names no host."""
     if host.startswith("["):
-        return host[1:].partition("]")[0]
+        name, end, _ = host[1:].partition("]")
+        return name if end else ""
     return host.partition(":")[0]
 
 

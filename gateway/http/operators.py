@@ -26,9 +26,9 @@ class Operators:
     @classmethod
     def of(cls, admin: Admin, env: Mapping[str, str]) -> Operators:
         """As configured. Raises ValueError for a token that is missing, shared, or needed where there is none."""
-        tokens = {ADMIN: env.get(admin.token_env, "") if admin.token_env else ""}
+        tokens = {ADMIN: _token(env, admin.token_env)}
         for name, variable in admin.operators.items():
-            tokens[name] = env.get(variable, "")
+            tokens[name] = _token(env, variable)
             if not tokens[name]:
                 raise ValueError(f"admin.operators.{name}: the variable {variable} is not set; give it a token")
         given = [token for token in tokens.values() if token]
@@ -51,3 +51,8 @@ class Operators:
             if hmac.compare_digest(given, known):
                 found = name
         return found
+
+
+def _token(env: Mapping[str, str], variable: str | None) -> str:
+    """A token as it can be presented: one from a file often has a line break behind it, and no header brings that."""
+    return env.get(variable, "").strip() if variable else ""

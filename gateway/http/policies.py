@@ -10,8 +10,6 @@ Rules
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -22,10 +20,12 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.config_file import ConfigErrors
 from gateway.errors import ApiError, bad_request
+from gateway.http.bodies import json_object
 from gateway.http.trail import actor, note
 from gateway.policy_view import restored, without_secrets
 from gateway.settings import PolicyUse
 from policies.spi import KINDS, Kind, PolicyConfigError
+from policies.wording import complaint
 
 if TYPE_CHECKING:
     from gateway.service import Gateway
@@ -46,7 +46,7 @@ class PoliciesApi:
 
     async def change(self, request: Request) -> Response:
         """Swap, begin or end a shadow run, or reload. Raises ApiError 400, 409."""
-        body = await _json_object(request)
+        body = await json_object(request, '{"scheduling": {"use": "fcfs"}}')
         try:
             if body == {"reload": True}:
                 done = await self._gateway.reload(actor(request))
@@ -113,14 +113,6 @@ def _conflict(message: str, code: str) -> ApiError:
     return ApiError(409, message, type="invalid_request_error", code=code)
 
 
-async def _json_object(request: Request) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, RecursionError):
-        body = json.loads(await request.body())
-        if isinstance(body, dict):
-            return body
-    raise bad_request('Send a JSON object, e.g. {"scheduling": {"use": "fcfs"}}.')
-
-
 def _uses(body: Mapping[str, Any]) -> dict[Kind, PolicyUse]:
     if not body:
         raise bad_request(f"Name at least one kind: {', '.join(KINDS)}.")
@@ -133,5 +125,5 @@ def _uses(body: Mapping[str, Any]) -> dict[Kind, PolicyUse]:
         except ValidationError as error:
             detail = error.errors(include_url=False)[0]
             path = ".".join(map(str, (kind, *detail["loc"])))
-            raise bad_request(f"{path}: {detail['msg']}", param=path) from None
+            raise bad_request(f"{path}: {complaint(detail, PolicyUse)}.", param=path) from None
     return uses

@@ -29,6 +29,8 @@ from gateway.toolbox import Toolbox, ToolCall
 from workers.protocol import Beams, SamplingParams
 
 MAX_MESSAGES = 4096
+PART_CHARS = 64
+"""What rendering one message or call costs, in characters of encoding."""
 FEATURES = ("tools", "logprobs", "n", "json_schema")
 """What a tenant may be refused (``features``)."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -48,6 +50,16 @@ class Message:
     """Of the assistant."""
     tool_call_id: str | None = None
     """Of a tool's result: the call that it answers."""
+
+    @property
+    def chars(self) -> int:
+        """Characters that the model reads of it at least."""
+        return len(self.content) + sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
+
+    @property
+    def cost(self) -> int:
+        """What rendering and encoding it costs, in characters of encoding: many empty ones are work, too."""
+        return self.chars + PART_CHARS * (1 + len(self.tool_calls))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,6 @@ from workers.tokenizer import ChatTemplateError, EncodeError, Tokenizer
 if TYPE_CHECKING:
     from gateway.models import ModelHandle
 
-MESSAGE_CHARS = 64
-"""What rendering one message costs, in characters of encoding."""
-
 _PROMPT: Field[str | None] = spec(str, doc="The text; or send 'messages'.")
 _FLAG = spec(bool)
 _TOKENS: Field[list[int] | None] = spec(list[int], doc="Token ids.")
@@ -65,7 +62,7 @@ class TokenizeRequest:
     @property
     def chars(self) -> int:
         """What it costs, in characters."""
-        return len(self.prompt or "") + sum(len(message.content) + MESSAGE_CHARS for message in self.messages)
+        return len(self.prompt or "") + sum(message.cost for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +111,7 @@ def parse_detokenize(raw: bytes) -> DetokenizeRequest:
 def tokenize(request: TokenizeRequest, model: ModelHandle) -> bytes:
     """The answer's JSON. Raises ApiError 400 for text that is no Unicode, 503 while the model is being loaded."""
     tokenizer = _tokenizer(model)
+    param = "prompt" if request.prompt is not None else "messages"
     try:
         if request.prompt is not None:
             tokens = tokenizer.encode_text(request.prompt, prefix=request.add_special_tokens)
@@ -124,7 +122,6 @@ def tokenize(request: TokenizeRequest, model: ModelHandle) -> bytes:
             tokens = tokenizer.encode_segments(segments)
     except (ChatTemplateError, EncodeError) as error:
         text = str(error)
-        param = "prompt" if request.prompt is not None else "messages"
         raise bad_request(f"{text[:1].upper()}{text[1:]}.", param=param) from None
     strings = [tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
     return _encode(

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from gateway.errors import ApiError, bad_request
 from gateway.settings import Settings, Tenant
 from gateway.settings_base import Section
+from policies.wording import complaint
 
 Raw = Mapping[str, Any]
 Path = tuple[str, ...]
@@ -65,8 +66,7 @@ def effective(name: str, named: Tenant | None, stored: Raw, settings: Settings) 
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         where = ".".join(map(str, detail["loc"]))
-        text = str(detail["msg"]).removeprefix("Value error, ")
-        raise bad_request(f"{where}: {text}.", param=where) from None
+        raise bad_request(f"{where}: {complaint(detail, Tenant)}.", param=where) from None
     for place, message in alone(tenant, settings).inconsistencies():
         if place[:2] == ("tenants", 0):
             where = ".".join(map(str, place[2:]))

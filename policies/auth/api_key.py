@@ -23,6 +23,7 @@ from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from policies.spi import AuthError, PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec
 from policies.types import AuthRequest, Principal, TenantId
+from policies.wording import complaint
 
 PREFIX = "fb_"
 _MAX_KEY_CHARS = 512
@@ -133,7 +134,7 @@ def _read(path: Path) -> list[KeyEntry]:
         raise PolicyConfigError(f"cannot be read: {error.strerror}", "keys_file") from error
     except (ValueError, ValidationError) as error:
         detail = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
-        where = ".".join(str(part) for part in detail["loc"]) + ": " + detail["msg"] if detail else "not JSON"
+        where = f"{'.'.join(map(str, detail['loc']))}: {complaint(detail, KeyEntry)}" if detail else "not JSON"
         raise PolicyConfigError(f"must be a JSON list of keys ({where})", "keys_file") from None
 
 

@@ -98,6 +98,8 @@ class MtlsProxyAuth:
         text = request.headers.get(self._config.header)
         if not text:
             raise AuthError("no client certificate was passed on")
+        if self._config.header in request.repeated:
+            raise AuthError("the header came more than once: the proxy has to set it, not to add to it")
         if not self._trusts(request.client_host):
             raise AuthError("a client certificate from a peer that is no trusted proxy")
         verified = self._config.verified_header

@@ -169,7 +169,7 @@ async def test_refusals_change_nothing(tmp_path: Path) -> None:
             ({"model": "plain", "name": "a", "source": "one"}, 409, "model", "set engine.adapter_memory"),
             ({"model": "echo", "name": "plain", "source": "one"}, 409, "name", "taken by a model"),
             ({"model": "echo", "name": "a:b", "source": "one"}, 400, "name", "String should match"),
-            ({"model": "echo", "name": "a"}, 400, "source", "Field required"),
+            ({"model": "echo", "name": "a"}, 400, "source", "is missing"),
             ({"model": "echo", "name": "a", "source": "one", "rank": 3}, 400, "rank", "known: "),
         ]
         before = (await site.admin.get("/admin/adapters")).json()

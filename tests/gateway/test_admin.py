@@ -193,3 +193,20 @@ async def test_a_purge_while_blocks_are_in_use_is_202_and_complete_later(start: 
         again = await site.admin.delete("/admin/tenants/alpha/cache")
         assert again.status_code == 200
         assert again.json()["complete"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("policies", b'{"\\ud800": {}}', "Send a JSON object"),
+        ("policies", b'{"scheduling": {"use": "vtc", "with": {"input_cost": NaN}}}', "Send a JSON object"),
+        ("policies", b'{"auth": {"use": "api_key", "with": {"keys": [{"tenat": "a"}]}}}', "did you mean 'tenant'?"),
+        ("policies", b'{"scheduling": {"wiht": {}, "use": "vtc"}}', "there is no such key (known: use, with)"),
+    ],
+    ids=["half a character", "no number", "key inside a list", "key"],
+)
+async def test_malformed_bodies_are_told_what_to_write(shared: Site, path: str, body: bytes, said: str) -> None:
+    answer = await shared.admin.post(f"/admin/{path}", content=body)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+    assert shared.gateway.parts.runtime.current.generation == 1

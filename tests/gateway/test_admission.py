@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import quote
 
 from gateway.gate import MAX_WAITING
 from tests.gateway.conftest import Start
@@ -98,15 +99,19 @@ async def test_under_overload_output_is_clamped_and_said_so(start: Start) -> Non
         await site.at_rest()
 
 
+SMALL = "small-é-мал"
+"""A name that no header can hold as it is."""
+
+
 async def test_what_is_refused_may_run_on_the_fallback_model(start: Start) -> None:
     """Where the tenant may use it, it fits and there is room; else the first refusal stands."""
     changes = {
-        "models": [pool(max_running=1), {**pool(max_running=1, max_context=64), "name": "small"}],
-        "policies": bounded(max_queued_per_tenant=3, overload={"fallback_model": "small"}),
+        "models": [pool(max_running=1), {**pool(max_running=1, max_context=64), "name": SMALL}],
+        "policies": bounded(max_queued_per_tenant=3, overload={"fallback_model": SMALL}),
         "tenants": [{"id": "alpha"}, {"id": "beta", "models": [MODEL]}],
     }
     async with start(changes, echo=Echo(step_s=0.02)) as site:
-        small = site.gateway.parts.dispatchers["small"]
+        small = site.gateway.parts.dispatchers[SMALL]
         await until(lambda: small.ready, "both models")
         calls: list[asyncio.Task[Any]] = []
         full = 1 + MAX_WAITING
@@ -115,17 +120,17 @@ async def test_what_is_refused_may_run_on_the_fallback_model(start: Start) -> No
             await until(lambda: (site.dispatcher.in_flight, len(site.dispatcher.queue)) == (full, queued), "in")  # noqa: B023
         answer = await site.complete(max_tokens=4)
         assert answer.status_code == 200
-        assert answer.headers["x-forebay-fallback-model"] == "small"
-        assert answer.json()["model"] == "small"
+        assert answer.headers["x-forebay-fallback-model"] == quote(SMALL)
+        assert answer.json()["model"] == SMALL
         stream = await site.complete(max_tokens=4, stream=True)
-        assert stream.headers["x-forebay-fallback-model"] == "small"
+        assert stream.headers["x-forebay-fallback-model"] == quote(SMALL)
         refused = await site.complete("beta", max_tokens=4)
         assert refused.status_code == 429, "it may not use the other model"
         assert refused.json()["error"]["code"] == "tenant_queue_full"
         assert "x-forebay-fallback-model" not in refused.headers
         too_long = await site.complete(prompt=[5] * 70, max_tokens=4)
         assert (too_long.status_code, too_long.json()["error"]["code"]) == (429, "tenant_queue_full")
-        assert await site.metric('forebay_requests_total{class="interactive",model="small",outcome="ok"') == 2
+        assert await site.metric(f'forebay_requests_total{{class="interactive",model="{SMALL}",outcome="ok"') == 2
         await drop(calls)
         await site.at_rest()
 

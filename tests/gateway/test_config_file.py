@@ -114,13 +114,13 @@ def test_all_mistakes_come_at_once_with_path_line_and_remedy(tmp_path: Path) -> 
             MINIMAL + "classes:\n  a: {priority: 1\n",
             "line 10: not valid YAML: expected ',' or '}', but got '<stream end>'",
         ),
-        (MINIMAL + "listen: {port: {a: 1}}\n", "listen.port (line 8): Input should be a valid integer"),
+        (MINIMAL + "listen: {port: {a: 1}}\n", "listen.port (line 8): write a whole number"),
         (
             MINIMAL + "listen: {port: 70000}\n",
             "listen.port (line 8): Input should be less than or equal to 65535, got 70000",
         ),
-        (MINIMAL + "listen: {port: null}\n", "listen.port (line 8): Input should be a valid integer, got null"),
-        (MINIMAL + "timeouts: {total_s: .nan}\n", "timeouts.total_s (line 8): Input should be greater than 0, got nan"),
+        (MINIMAL + "listen: {port: null}\n", "listen.port (line 8): write a whole number, got null"),
+        (MINIMAL + "timeouts: {total_s: .nan}\n", "timeouts.total_s (line 8): write a finite number, got nan"),
         (MINIMAL + "1: x\n", "line 8: a key must be text, 1 is not; put it in quotes"),
         (MINIMAL + "on: x\n", "line 8: a key must be text, True is not; put it in quotes"),
         (MINIMAL + "? [a]\n: x\n", "line 8: a key must be text, this is not; put it in quotes"),
@@ -161,7 +161,7 @@ def test_all_mistakes_come_at_once_with_path_line_and_remedy(tmp_path: Path) -> 
         ),
         (
             MINIMAL + "tenants: [{id: a, weight: .inf}]\n",
-            "tenants[0].weight (line 8): Input should be a finite number, got inf",
+            "tenants[0].weight (line 8): write a finite number, got inf",
         ),
         (
             MINIMAL.replace("{name: local}", "{name: local, engine: {kv_cache: 5 parsecs}}"),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from gateway import errors
 from gateway.errors import ApiError
+
+ROOT = Path(__file__).parents[2]
 
 MADE = [
     (errors.bad_request("x", "n"), 400, "error"),
@@ -61,3 +66,12 @@ def test_an_unknown_model_is_named_but_not_at_length() -> None:
 def test_what_never_passes_has_no_retry_after() -> None:
     for error in (errors.bad_request("x"), errors.forbidden("x"), errors.model_not_found("m"), errors.too_large(1)):
         assert error.headers() == {}
+
+
+def test_every_status_that_the_gateway_answers_with_is_in_the_docs() -> None:
+    """Callers look up what a number means; one that is missing there was not thought of."""
+    sources = [path.read_text() for path in (ROOT / "gateway").rglob("*.py") if "bench" not in path.parts]
+    found = {status for text in sources for status in re.findall(r"(?:ApiError\(\s*|\bstatus=)([45]\d\d)\b", text)}
+    assert {"401", "429", "502", "503"} <= found
+    table = "\n".join(re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    assert sorted(found - set(re.findall(r"\d{3}", table))) == []

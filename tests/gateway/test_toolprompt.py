@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from gateway import toolprompt
-from gateway.http.schemas import ChatRequest, parse_chat
+from gateway.http.schemas import ChatRequest, Message, parse_chat
+from gateway.http.tokenize import parse_tokenize
 from gateway.intake import _chat_reader
+from gateway.toolbox import ToolCall
 from tests.gateway.tiny_tokenizer import tiny_tokenizer
 from tests.workers import tiny_tokenizer as directory
-from workers.tokenizer import Tokenizer
+from workers.tokenizer import INLINE_CHARS, Tokenizer
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "<|im_end|>"}'}}
@@ -96,3 +98,48 @@ def test_the_size_of_tools_counts(native: Tokenizer, kind: str) -> None:
     tokenizer = native if kind == "native" else tiny_tokenizer()
     long = {"type": "function", "function": {"name": "long", "description": "d" * 5000}}
     assert _chat_reader(chat(tools=[long]), tokenizer)[0] > 5000
+
+
+class Counted(str):
+    """A text that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_many_calls_and_results_are_laid_out_in_one_pass() -> None:
+    """Comparing each call with each result took minutes for one request, in front of everybody."""
+    count = 500
+    calls = tuple(ToolCall(Counted(f"c{i}"), "look", "{}") for i in range(count))
+    results = [Message("tool", f"r{i}", tool_call_id=Counted(f"c{i}")) for i in range(count)]
+    Counted.compared = 0
+    shown = toolprompt.one_by_one([Message("assistant", "", calls), *results, Message("tool", "lost", (), "nobody")])
+    assert Counted.compared <= 10 * count
+    assert [one["role"] for one in shown] == ["assistant", "tool"] * count + ["tool"]
+    assert [one["content"] for one in shown[1::2]] == [f"r{i}" for i in range(count)]
+    assert shown[-1]["content"] == "lost"
+
+
+def test_results_of_one_turn_are_one_message_however_many() -> None:
+    results = [{"role": "tool", "tool_call_id": "c1", "content": str(i)} for i in range(3)]
+    shown = described([*TALK[:2], *results, {"role": "user", "content": "and?"}, results[0]])
+    assert shown[-3]["content"].split("\n") == [
+        line for i in range(3) for line in ("<tool_response>", str(i), "</tool_response>")
+    ]
+    assert [one["role"] for one in shown[-3:]] == ["user", "user", "user"]
+
+
+def test_a_chat_of_many_calls_is_no_short_one() -> None:
+    """What is rendered counts, not only what is said: such a chat is laid out in a thread."""
+    request = chat([TALK[0], {"role": "assistant", "content": None, "tool_calls": [CALL] * 200}])
+    chars, cost, _ = _chat_reader(request, tiny_tokenizer())
+    assert chars < cost
+    assert cost > INLINE_CHARS
+    body = {"model": "m", "messages": [TALK[0], TALK[1] | {"tool_calls": [CALL] * 200}]}
+    asked = parse_tokenize(json.dumps(body).encode())
+    assert asked.chars > INLINE_CHARS

@@ -142,7 +142,7 @@ class Access:
             path="/console",
             httponly=True,
             samesite="strict",
-            secure=request.url.scheme == "https",
+            secure=request.scope["scheme"] == "https",  # ``request.url`` is made with the caller's Host
         )
 
     @staticmethod
@@ -162,9 +162,17 @@ class Access:
         if origin is None:
             if not reads:
                 raise forbidden("A form of the console is sent by its own pages only.", code="foreign_origin")
-        elif urlsplit(origin).netloc != headers.get("host", ""):
+        elif _netloc(origin) != headers.get("host", ""):
             raise forbidden("Requests from other web pages are refused.", code="foreign_origin")
         site = headers.get("sec-fetch-site", "same-origin")
         followed_link = reads and headers.get("sec-fetch-mode") == "navigate"
         if site not in ("same-origin", "none") and not followed_link:
             raise forbidden("Requests from other web pages are refused.", code="foreign_origin")
+
+
+def _netloc(origin: str) -> str | None:
+    """Host and port of an ``Origin``; None for what is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # http://[
+        return None

@@ -10,6 +10,7 @@ import pytest
 from gateway.errors import ApiError
 from gateway.http.console.access import COOKIE, MAX_FAILURES, MAX_SESSIONS, SESSION_S, Access
 from gateway.http.operators import Operators
+from gateway.settings import Admin
 from tests.gateway.conftest import Start
 from tests.gateway.console.browser import PAGES, text, visitor
 from tests.gateway.harness import Site, until
@@ -270,3 +271,26 @@ async def test_a_drained_gateway_ends_the_streams(start: Start) -> None:
         async for _ in lines:
             pass
         await until(lambda: answer.is_stream_consumed, "the stream is over")
+
+
+async def test_malformed_origins_and_hosts_are_refused_as_any_other(shared: Site) -> None:
+    """They once were faults of ours (500), with a line in the log for each."""
+    async with visitor(shared) as mine:
+        form = {"csrf": mine.csrf, "back": "/console"}
+        for origin in ("http://[", "http://[::1", "]", "http://a b"):
+            assert (await mine.raw("/console/actions/reload", form, {"origin": origin})).status_code == 403
+    for host in ("[::1", "[", "]", "[::1:8081"):
+        assert (await shared.admin.get("/console", headers={"host": host})).status_code == 403
+        assert (await shared.admin.get("/admin/queue", headers={"host": host})).status_code == 403
+    assert (await shared.admin.get("/console", headers={"host": "127.0.0.1:99999999"})).status_code == 200
+
+
+async def test_a_token_from_a_file_with_a_line_break_behind_it_works() -> None:
+    admin = Admin(operators={"ann": "ANN"})
+    operators = Operators.of(admin, {"FOREBAY_ADMIN_TOKEN": "first\n", "ANN": " second\r\n"})
+    assert (operators.name_of("first"), operators.name_of("second")) == ("admin", "ann")
+    assert not Operators.of(Admin(), {"FOREBAY_ADMIN_TOKEN": " \n"})
+    with pytest.raises(ValueError, match=r"admin\.operators\.ann: the variable ANN is not set"):
+        Operators.of(admin, {"ANN": "\n"})
+    with pytest.raises(ValueError, match="same token"):
+        Operators.of(admin, {"FOREBAY_ADMIN_TOKEN": "one", "ANN": "one\n"})

@@ -85,13 +85,21 @@ def test_a_stored_tenant_that_fits_no_more_is_left_out_and_named() -> None:
         ({"organisation": "nobody"}, "organisation"),
         ({"limits": {"budget": {"tokens_per_month": -1}}}, "limits.budget.tokens_per_month"),
         ({"groups": {"g": {"weight": 1}}}, "groups.g.weight"),
+        ({"limits": {"tokens_per_minute": 10**400}}, "limits.tokens_per_minute"),
+        ({"user_limits": {"budget": {"tokens_per_month": 10**16}}}, "user_limits.budget.tokens_per_month"),
+        ({"privacy": {"cache_retention_s": float("inf")}}, "privacy.cache_retention_s"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_makes_no_tenant_is_refused_by_name(raw: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         effective("new", None, raw, SETTINGS)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_an_unknown_key_is_told_with_those_that_are_there() -> None:
+    with pytest.raises(ApiError, match=r"groups\.g\.weight: there is no such key \(known: classes, feat"):
+        effective("new", None, {"groups": {"g": {"weight": 1}}}, SETTINGS)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 129, "-a", "a/b", "ä"])

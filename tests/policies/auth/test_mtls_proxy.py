@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,3 +125,17 @@ def test_unsafe_configurations_do_not_start(change: dict[str, Any], path: str, m
         build(**change)
     found = dict(caught.value.mistakes)
     assert message in found[path], found
+
+
+async def test_a_header_that_came_twice_is_refused_in_either_format() -> None:
+    """A proxy that adds to what the client sent: joined, the two could pass for one subject with a comma in it."""
+    header = "x-ssl-client-subject"
+    identities = [{"field": "subject", "match": "CN=eve, CN=ann|CN=ann", "tenant": "search"}]
+    auth = build(format="subject", header=header, identities=identities)
+    joined = {header: "CN=eve, CN=ann"}
+    assert (await auth.authenticate(AuthRequest(joined, "10.1.2.3"))).tenant == "search"
+    with pytest.raises(AuthError, match="more than once"):
+        await auth.authenticate(AuthRequest(joined, "10.1.2.3", frozenset({header})))
+    again = replace(asked(), repeated=frozenset({"x-forwarded-client-cert"}))
+    with pytest.raises(AuthError, match="more than once"):
+        await build().authenticate(again)

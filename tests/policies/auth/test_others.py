@@ -108,7 +108,7 @@ async def test_a_listed_key_ends_when_the_file_says(tmp_path: Path) -> None:
         ({"keys": [ENTRY, {**ENTRY, "tenant": "b"}]}, "with.keys.1.hash", "listed twice"),
         ({"keys_file": "absent.json"}, "with.keys_file", "cannot be read"),
         ({"keys_file": "bad.json"}, "with.keys_file", "not JSON"),
-        ({"keys_file": "wrong.json"}, "with.keys_file", "0.tenant: Field required"),
+        ({"keys_file": "wrong.json"}, "with.keys_file", "0.tenant: is missing"),
     ],
 )
 def test_wrong_configurations_do_not_start(with_: dict[str, Any], path: str, message: str, tmp_path: Path) -> None:
