@@ -33,7 +33,7 @@ SETTINGS: Mapping[str, dict[str, object]] = {
 
 def measure(files: ModelFiles, settings: dict[str, object], cache: Path) -> tuple[int, float, list[float]]:
     """Bytes, seconds to load, and the mean surprise over the test's text and over those of ``forebay eval``."""
-    engine = EngineConfig.model_validate({"device": "cpu", "blocks": 128, **settings})
+    engine = EngineConfig.model_validate({"device": "cpu", "blocks": 512, **settings})
     began = time.perf_counter()
     model = load(files, engine, cache=cache)
     seconds, tokenizer = time.perf_counter() - began, Tokenizer.load(files.dir)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from workers import log
 from workers.config import EngineConfig
 from workers.model.config import ModelConfig
 from workers.model.quant.calibrate import LENGTH, MOST_TOKENS, calibrated, text
@@ -22,7 +22,7 @@ from workers.model.weights import GgufSource, Rounding, SafetensorsSource
 from workers.model_store import ModelFiles, cache_dir
 from workers.tokenizer import Tokenizer
 
-_logger = log.get("weights")
+_log = logging.getLogger(__name__)  # of the standard library: commands that print figures load models too
 
 
 def rounding_for(
@@ -47,9 +47,10 @@ def rounding_for(
     def fit() -> dict[str, Quantised]:
         began = time.monotonic()
         # A large model on few cores takes long enough that whoever waits for it asks why.
-        _logger.info("rounding_is_fitted", layers=config.layers, without="engine.weight_calibration: false")
+        hint = {"layers": config.layers, "without": "engine.weight_calibration: false"}
+        _log.info("rounding_is_fitted", extra=hint)
         found = calibrated(made, config, opened, _pieces(_tokenizer(files, opened), sample, config), device)
-        _logger.info("rounding_fitted", seconds=round(time.monotonic() - began, 1), matrices=len(found))
+        _log.info("rounding_fitted", extra={"seconds": round(time.monotonic() - began, 1), "matrices": len(found)})
         return found
 
     about = {

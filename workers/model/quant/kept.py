@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -27,7 +28,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workers import log
 from workers.model.quant.matrix import Q4K, Quantised
 from workers.model.quant.rounding import int4, int8
 from workers.model.quant.scheme import stays_fine
@@ -38,7 +38,7 @@ METHOD = 1
 ROOM = 32 << 30
 """Bytes of all files together."""
 _PARTS = ("codes", *Q4K.parts)
-_logger = log.get("weights")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def find_or_fit(cache: Path, about: Mapping[str, str], fit: Callable[[], dict[st
 
 
 def _unkept(made: dict[str, Quantised], path: Path, error: Exception) -> Fitted:
-    _logger.warning("rounding_not_kept", folder=str(path.parent), error=type(error).__name__)
+    _log.warning("rounding_not_kept", extra={"folder": str(path.parent), "error": type(error).__name__})
     return Fitted(made, _digest(made), None)
 
 

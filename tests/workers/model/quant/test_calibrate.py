@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,18 @@ def test_it_is_read_again_and_made_again_when_it_broke(tmp_path: Path, monkeypat
     path.write_bytes(path.read_bytes()[:-3])
     assert torch.equal(answer(loaded(folder, tmp_path)), answer(first))
     assert passes == 2
+
+
+def test_it_is_told_and_never_on_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """``forebay eval --format json`` loads models as well."""
+    folder = written(tmp_path / "model")
+    capsys.readouterr()
+    with caplog.at_level(logging.INFO):
+        loaded(folder, tmp_path)
+    assert [record.message for record in caplog.records] == ["rounding_is_fitted", "rounding_fitted"]
+    assert capsys.readouterr().out == ""
 
 
 def test_without_calibration_nothing_is_kept_and_numbers_are_the_revision(tmp_path: Path) -> None:

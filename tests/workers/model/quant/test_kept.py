@@ -96,11 +96,14 @@ def test_a_file_that_is_not_whole_is_made_anew(harm: Callable[[Path], None], tmp
     assert kept.read(path) is not None
 
 
-def test_a_disk_that_cannot_be_written_costs_the_fit_and_nothing_else(tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_written_costs_the_fit_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "roundings").write_text("in the way")
     fit = Fit()
     made = found(tmp_path, fit)
     assert made.path is None
+    assert [record.message for record in caplog.records] == ["rounding_not_kept"]
     assert torch.equal(dense(made, fit.weight), int4(fit.weight).dense())
     assert found(tmp_path, fit).digest == made.digest
     assert fit.times == 2
