@@ -1,0 +1,143 @@
+"""Everything at once, at random: whoever is answered gets the tokens of a run alone, and every step keeps the books."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.workers.engine.drive import Drive, request
+from tests.workers.engine.tiered import TieredDrive
+from workers.engine.plan import StepPlan
+from workers.engine.sequence import Sequence
+from workers.protocol import Beams, Generate, SamplingParams
+
+LONGEST, MOST = 40, 24
+SCORED = SamplingParams(seed=0, ignore_eos=True, logprobs=0, prompt_logprobs=True)
+
+
+class _Loose:
+    """Who was preempted may come back behind a younger prompt, and beams differ from a run alone."""
+
+    def bounded(self, plan: StepPlan, running: set[Sequence]) -> None:
+        """See above."""
+
+    def compare(self, choice: tuple[str, int], generate: Generate) -> None:
+        if generate.beams is None:
+            super().compare(choice, generate)  # type: ignore[misc]
+
+
+class Plain(_Loose, Drive):
+    """Without tiers."""
+
+
+class Tiered(_Loose, TieredDrive):
+    """With tiers."""
+
+
+class Mixed:
+    """One random life of an engine."""
+
+    def __init__(self, seed: int) -> None:
+        pick = self.pick = Random(seed)
+        self.serial = 0
+        self.vocab = pick.choice([2, 3, 900])
+        windows = pick.choice([(0,), (0,), (0, 8, 8), (8,), (0, 3), (5,)])
+        config: dict[str, Any] = {
+            "max_step_tokens": pick.choice([4, 8, 16, 40]),
+            "max_chunk_tokens": pick.choice([None, None, 1, 5]),
+            "max_running": pick.choice([1, 2, 4, 8]),
+            "prefix_cache": pick.random() < 0.8,
+            "cache_share": pick.choice([0.0, 1.0]),
+            "mode": pick.choice(["continuous", "continuous", "static"]),
+        }
+        if pick.random() < 0.5:
+            config["speculation"] = {"method": "ngram", "tokens": pick.choice([1, 5]), "ngram_min": 1}
+        worst = Drive(blocks=9999, windows=windows, **config).planner.limits.worst_blocks(LONGEST, MOST)
+        config |= {"blocks": worst + pick.choice([0, 1, 5, 20]), "vocab": self.vocab}
+        self.public = pick.random() < 0.3
+        """Some prompts begin with a public prefix; then nothing is purged, since the runner knows no purged one."""
+        self.drive: Plain | Tiered
+        if windows == (0,) and pick.random() < 0.6:
+            self.drive = Tiered(slots=pick.choice([2, 12]), files=pick.choice([0, 3, 40]), eager=False, **config)
+        else:
+            self.drive = Plain(windows=windows, **config)
+
+    def live(self, acts: int) -> None:
+        """So many acts, then until idle."""
+        ways = [self.ask] * 6 + [self.steps] * 9 + [self.cancel, self.purge, self.fail, self.disk]
+        for _ in range(acts):
+            self.pick.choice(ways)()
+            self.drive.planner.check()
+        for _ in range(2000):
+            self.disk()
+            if self.drive.step() is None and not self.drive.planner.roster.waiting:
+                break
+        self.drive.idle()
+
+    def ask(self) -> None:
+        pick, drive = self.pick, self.drive
+        self.serial += 1
+        length, family = pick.randint(1, LONGEST), pick.randint(0, 2)
+        tokens = [token % self.vocab for token in range(family * 100, family * 100 + length)]
+        fields: dict[str, Any] = {
+            "scope": pick.choice([b"x", b"y"]),
+            "labels": pick.choice([[], [b"doc"], [b"user"]]),
+            "tenant_key": pick.choice("ab"),
+        }
+        if self.public:
+            fields["public_prefix_tokens"] = pick.randint(0, length)
+        most = pick.randint(1, MOST)
+        kind = pick.random()
+        if kind < 0.15:
+            fields["beams"], most = Beams(width=pick.randint(1, 3)), min(most, 6)
+        elif kind < 0.3:
+            fields["params"] = SCORED
+        elif kind < 0.6:
+            fields["n"] = pick.randint(2, 4)
+        drive.add(request(f"q{self.serial}", tokens, most, **fields))
+
+    def steps(self) -> None:
+        for _ in range(self.pick.randint(1, 8)):
+            self.drive.step()
+
+    def cancel(self) -> None:
+        self.drive.cancel(f"q{self.serial - self.pick.randint(0, 5)}", self.pick.choice([None, None, 0, 1]))
+
+    def purge(self) -> None:
+        if self.public:
+            return
+        drive = self.drive
+        ticket = drive.planner.purge([b"x"]) if self.pick.random() < 0.5 else drive.planner.purge([], [b"doc"])
+        drive.runner.zero_blocks(drive.planner.take_dirty())
+        if isinstance(drive, Tiered) and ticket.below is not None:
+            drive.desk.carry_out()
+            drive.desk.purged(ticket.below)
+
+    def fail(self) -> None:
+        """A step that came to nothing, or whose result was lost; somebody may have left meanwhile."""
+        drive, pick = self.drive, self.pick
+        drive.now += 1
+        plan = drive.planner.plan(drive.now)
+        if isinstance(drive, Tiered):
+            drive.desk.carry_out()
+        if plan is None:
+            return
+        names = [chunk.sequence.id for chunk in plan.chunks]
+        if names and pick.random() < 0.3:
+            drive.take(drive.planner.cancel(names[0], drive.now, pick.choice([None, 0])))
+        if names and pick.random() < 0.5:
+            drive.runner.run(plan)
+        drive.take(drive.planner.fail(plan, {name for name in names if pick.random() < 0.3}, "internal", drive.now))
+        drive.runner.zero_blocks(plan.zero)
+
+    def disk(self) -> None:
+        if isinstance(self.drive, Tiered):
+            self.drive.work(self.pick.randint(1, 6))
+            self.drive.now += self.pick.choice([0, 400_000_000])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_random_life(seed: int) -> None:
+    Mixed(seed).live(60)
