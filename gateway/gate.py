@@ -241,7 +241,11 @@ def fill(
                 return False
             choices, _ = claim(held)
             among = [room for room in open_rooms if not room.matches(held, choices)]
-        return not any(room.might(job) for room in among for job in queue.demand.least())
+        for job in queue.demand.least():
+            for room in among:
+                if room.might(job):
+                    return False
+        return True
 
     while open_rooms:
         held = queue.held(could_fit)

@@ -6,6 +6,18 @@ from dataclasses import dataclass, field
 
 from policies.types import Job, Usage
 
+_UNUSED = Usage()
+
+
+@dataclass(slots=True, eq=False)
+class Kind:
+    """Queued jobs that are alike in all that a worker is chosen by (``demand.py``)."""
+
+    name: tuple[str, str | None, str | None, bool, tuple[tuple[str, str], ...]]
+    jobs: int = 0
+    shortest: list[tuple[int, int, Job]] = field(default_factory=list)
+    """A heap by prompt length, with entries of jobs that have left: (prompt tokens, order, job)."""
+
 
 @dataclass(slots=True)
 class Queued:
@@ -18,7 +30,9 @@ class Queued:
     waited_s: float = 0.0
     attempt: int = 1
     passed: int = 0
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = _UNUSED
+    kind: Kind | None = None
+    """Where ``demand.py`` counts it."""
 
 
 @dataclass(slots=True)

@@ -15,13 +15,12 @@ Rules
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
+from typing import Any
 
-from policies._entries import Queued
+from policies._entries import Kind, Queued
 from policies.types import Job, JobId, TenantId
-
-Kind = tuple[str, str | None, str | None, bool, tuple[tuple[str, str], ...]]
 
 
 class Demand:
@@ -30,37 +29,41 @@ class Demand:
     def __init__(self, queued: Mapping[JobId, Queued]) -> None:
         """``queued``: the queue's own table, to tell who has left."""
         self._queued = queued
-        self._kinds: dict[Kind, list[tuple[int, int, Job]]] = {}
-        self._counts: dict[Kind, int] = {}
+        self._kinds: dict[Any, Kind] = {}
 
     def enter(self, entry: Queued) -> None:
         """The job is in the table from now on."""
         job = entry.job
-        kind = _kind(job)
-        heap = self._kinds.get(kind)
-        if heap is None:
-            heap = self._kinds[kind] = []
+        requires = tuple(sorted(job.requires.items())) if job.requires else ()
+        name = (job.service_class, job.adapter, job.adapter_digest, job.allow_external, requires)
+        kind = self._kinds.get(name)
+        if kind is None:
+            kind = self._kinds[name] = Kind(name)
+        entry.kind = kind
+        kind.jobs += 1
+        heap = kind.shortest
         heapq.heappush(heap, (job.prompt_tokens, entry.order, job))
-        count = self._counts[kind] = self._counts.get(kind, 0) + 1
-        if len(heap) > 2 * count + 64:
+        if len(heap) > 2 * kind.jobs + 64:
             heap[:] = [item for item in heap if self._waits(item)]
             heapq.heapify(heap)
 
-    def leave(self, job: Job) -> None:
+    def leave(self, entry: Queued) -> None:
         """It is not in the table any more."""
-        kind = _kind(job)
-        left = self._counts[kind] - 1
-        if left:
-            self._counts[kind] = left
-        else:
-            del self._counts[kind], self._kinds[kind]
+        kind = entry.kind
+        assert kind is not None, "it was entered"
+        kind.jobs -= 1
+        if not kind.jobs:
+            del self._kinds[kind.name]
 
-    def least(self) -> Iterator[Job]:
+    def least(self) -> list[Job]:
         """A queued job with the shortest prompt of each kind. O(kinds)."""
-        for heap in self._kinds.values():
+        least = []
+        for kind in self._kinds.values():
+            heap = kind.shortest
             while not self._waits(heap[0]):
                 heapq.heappop(heap)
-            yield heap[0][2]
+            least.append(heap[0][2])
+        return least
 
     def heads(self, most: int, among: int) -> list[Job]:
         """The job that has waited longest of each tenant, of at most ``most`` tenants; looks at ``among`` jobs.
@@ -77,8 +80,3 @@ class Demand:
     def _waits(self, item: tuple[int, int, Job]) -> bool:
         entry = self._queued.get(item[2].id)
         return entry is not None and entry.order == item[1]
-
-
-def _kind(job: Job) -> Kind:
-    requires = tuple(sorted(job.requires.items())) if job.requires else ()
-    return job.service_class, job.adapter, job.adapter_digest, job.allow_external, requires

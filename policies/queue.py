@@ -366,7 +366,7 @@ class JobQueue:
     def _leave(self, job_id: JobId) -> Queued:
         entry = self._queued.pop(job_id)
         job = entry.job
-        self.demand.leave(job)
+        self.demand.leave(entry)
         line = self._lines[job.tenant]
         line.queued -= 1
         line.tokens -= job.total_tokens

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast
 
 from policies.scheduling._lengths import Lengths, Predict
-from policies.scheduling._lines import Lines
-from policies.scheduling._ranking import Place, Places
+from policies.scheduling._lines import Lines, Seat
+from policies.scheduling._ranking import Places
 from policies.scheduling._tariff import Prepaid, Tariff
 from policies.spi import Fits, Json
 from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
@@ -26,7 +26,15 @@ IDLE_KEPT = 4096
 """Counters that are kept before those of idle tenants are looked through."""
 
 
-class TenantLines(Protocol):
+class SeatLines(Protocol):
+    """Lines that stand in their tenants' seats (``Seat.line``)."""
+
+    def pop_if(self, seat: Seat, now: float, fits: Fits) -> Job | None:
+        """Remove and return the job that goes next of a seat with a line, if it fits; with the last one, its line."""
+        ...
+
+
+class TenantLines(SeatLines, Protocol):
     """Queued jobs, one line per tenant; ``_lines.Lines`` says what each method does."""
 
     def push(self, job: Job, now: float) -> bool:
@@ -37,39 +45,27 @@ class TenantLines(Protocol):
         """True when the tenant's line opens or its head changed. Raises ValueError likewise."""
         ...
 
-    def pop_if(self, tenant: TenantId, now: float, fits: Fits) -> Job | None:
-        """Remove and return the job of a tenant with a line that goes next, if it fits."""
-        ...
-
     def discard(self, job_id: JobId) -> Job | None: ...
     def drain(self) -> list[Job]: ...
 
     @property
-    def open(self) -> Container[TenantId]:
-        """Tenants with queued jobs; always the same object."""
+    def open(self) -> Mapping[TenantId, Any]:
+        """What stands in the seat of each tenant with queued jobs; always the same object."""
         ...
 
     def __len__(self) -> int: ...
-
-
-class Seat(Place[TenantId]):
-    """A tenant's counter, and its place among those that wait."""
-
-    __slots__ = ("counter",)
-
-    def __init__(self, key: TenantId, counter: float) -> None:
-        super().__init__(key)
-        self.counter = counter
 
 
 class CounterScheduler(ABC):
     """O(log tenants) per operation, and one ``fits`` per head that does not fit."""
 
     __slots__ = (
-        "_last_left", "_lengths", "_lines", "_paid", "_pick", "_resumed", "_seats", "_sweep_at", "_waiting",
-        "_weights", "_whose",
+        "_last_left", "_lengths", "_lines", "_paid", "_pick", "_resumed", "_sweep_at", "_weights", "_whose",
+        "seats", "waiting",
     )  # fmt: skip
 
+    by_number = True
+    """Whether ``_rank`` gives numbers."""
     any_lines = True
     """Whether it works over any lines: it ranks tenants without looking at their jobs."""
     any_members = False
@@ -87,8 +83,10 @@ class CounterScheduler(ABC):
         self._lines: TenantLines = Lines() if lines is None else lines
         self._paid = Prepaid(tariff) if paid is None else paid
         self._lengths = Lengths("none") if lengths is None else lengths
-        self._seats: dict[TenantId, Seat] = {}
-        self._waiting: Places[Seat] = Places()
+        self.seats: dict[TenantId, Seat] = {}
+        """To read, as the next."""
+        self.waiting: Places[Seat] = Places(numbers=self.by_number)
+        """The seats with queued jobs."""
         self._last_left: TenantId | None = None
         self._resumed: set[TenantId] = set()
         self._sweep_at = IDLE_KEPT
@@ -124,16 +122,17 @@ class CounterScheduler(ABC):
         self,
         whose: Callable[[Job], TenantId],
         weights: Mapping[TenantId, float],
-        lines: TenantLines,
+        lines: SeatLines,
         like: CounterScheduler,
     ) -> None:
         """Share among members from now on, who take the place of tenants. Only while it has no jobs, and if it may.
 
-        ``whose`` job it is, in place of its tenant; ``weights`` in place of the job's, 1 where there is none; ``lines``
-        by member. What does not depend on members is shared with ``like``, one of the same making: what is paid, how
-        output is predicted, and which job was picked last.
+        ``whose`` job it is, in place of its tenant; ``weights`` in place of the job's, 1 where there is none. Jobs come
+        and go by ``lines`` only: what of this class looks a job up or counts jobs is not to be called any more. What
+        does not depend on members is shared with ``like``, one of the same making: what is paid, how output is
+        predicted, and which job was picked last.
         """
-        self._whose, self._weights, self._lines = whose, weights, lines
+        self._whose, self._weights, self._lines = whose, weights, cast(TenantLines, lines)
         self._paid, self._lengths, self._pick = like._paid, like._lengths, like._pick
 
     # -- what a subclass decides ----------------------------------------------------------------------------------
@@ -166,43 +165,57 @@ class CounterScheduler(ABC):
     def push(self, job: Job, now: float) -> None:
         """O(log tenants)."""
         if self._lines.push(job, now):
-            self.headed(self._of(job))
+            self.headed(job.tenant, self._lines.open[job.tenant])
 
     def pop(self, now: float, fits: Fits) -> Job | None:
         """O(log tenants) and one ``fits`` per head that does not fit."""
-        seat = self._waiting.top()
+        waiting = self.waiting
+        seat = waiting.top()
         if seat is None:
             return None
-        job = self._lines.pop_if(seat.key, now, fits)
+        job = self._lines.pop_if(seat, now, fits)
         if job is None:
-            job = self._next(now, fits)
-            if job is None:
+            found = self._next(now, fits)
+            if found is None:
                 return None
-            seat = self._seats[self._of(job)]
+            seat, job = found
         counter = seat.counter
         pick = self._pick
         pick[0], pick[1] = job, counter
-        weight = job.weight if self._weights is None else self._weights.get(seat.key, 1.0)
-        self._count(seat, self._pay(job), weight)
+        self._count(seat, self._pay(job), self._weight(job, seat.key))
         self._picked(job, counter)
-        self._left(seat)
+        if seat.line is None:
+            self._closed(seat)
+            return job
+        seat.rank = rank = self._rank(seat.key, seat.counter)
+        if rank < seat.at:  # seldom: who was served goes back
+            waiting.put(seat, rank)
         return job
 
     def requeue(self, job: Job, now: float, reason: RequeueReason) -> None:
         """O(log tenants). What it paid stays paid and is not charged again at the next dispatch."""
         if self._lines.push_front(job, now, reason):
-            self.headed(self._of(job))
+            self.headed(job.tenant, self._lines.open[job.tenant])
 
     def discard(self, job_id: JobId) -> bool:
         """O(log tenants)."""
         job = self._lines.discard(job_id)
         if job is None:
             return False
-        self._lengths.forget(job_id)
-        seat = self._seats[self._of(job)]
-        self._count(seat, -self._paid.refund(job_id), self._weight(job, seat.key))
-        self._left(seat)
+        seat = self.seats[job.tenant]
+        if seat.key not in self._lines.open:
+            seat.line = None
+        self.discarded(job, seat)
         return True
+
+    def discarded(self, job: Job, seat: Seat) -> None:
+        """A queued job of the seat is gone."""
+        self._lengths.forget(job.id)
+        self._count(seat, -self._paid.refund(job.id), self._weight(job, seat.key))
+        if seat.line is None:
+            self._closed(seat)
+        else:
+            self.waiting.put(seat, self._rank(seat.key, seat.counter))
 
     def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
         """O(1), or O(log tenants) when something is given back."""
@@ -211,19 +224,28 @@ class CounterScheduler(ABC):
         cost = self._paid.settle(job, charge, final)
         if cost:
             tenant = job.tenant if self._whose is None else self._whose(job)
-            seat = self._seats.get(tenant)
+            seat = self.seats.get(tenant)
             if seat is None:
                 # Unknown here (its job began before a swap, or it was swept): it counts as if it came back now.
-                seat = self._seats[tenant] = Seat(tenant, self._floor())
-            self._count(seat, cost, job.weight if self._weights is None else self._weights.get(tenant, 1.0))
-            if seat.entry is not None:
-                self._waiting.put(seat, self._rank(tenant, seat.counter))
+                seat = self.seats[tenant] = Seat(tenant, self._floor())
+            self._count(seat, cost, self._weight(job, tenant))
+            if seat.at is not None:
+                seat.rank = rank = self._rank(tenant, seat.counter)
+                if rank < seat.at:
+                    self.waiting.put(seat, rank)
 
     def drain(self) -> list[Job]:
         """In order of arrival."""
-        self._resumed = {seat.key for seat in self._waiting}
-        self._waiting.clear()
+        self.emptied()
         return self._lines.drain()
+
+    def emptied(self) -> None:
+        """All queued jobs are gone; who has some again continues as if it had never stopped waiting."""
+        self._resumed = set()
+        for seat in self.waiting:
+            self._resumed.add(seat.key)
+            seat.line = None
+        self.waiting.clear()
 
     def dump(self) -> Json:
         """Counters, what is prepaid, who waits, who left last, the level of the counters, what was learnt."""
@@ -232,8 +254,8 @@ class CounterScheduler(ABC):
     def dump_counters(self) -> Json:
         """Counters, who waits, who left last, and the level of the counters."""
         return {
-            "service": {str(tenant): seat.counter for tenant, seat in self._seats.items()},
-            "waiting": [str(tenant) for tenant, seat in self._seats.items() if seat.entry is not None],
+            "service": {str(tenant): seat.counter for tenant, seat in self.seats.items()},
+            "waiting": [str(tenant) for tenant, seat in self.seats.items() if seat.at is not None],
             "last_left": self._last_left,
             "level": self._floor(),
         }
@@ -252,8 +274,8 @@ class CounterScheduler(ABC):
             raise ValueError("'waiting' must be a list of tenants and 'last_left' a tenant or null")
         if level is not None and not _is_number(level):
             raise ValueError(f"'level' must be a finite number, got {level!r}")
-        waits = list(self._waiting)
-        self._seats = {tenant: Seat(tenant, counter) for tenant, counter in service.items()}
+        waits = list(self.waiting)
+        self.seats = {tenant: Seat(tenant, counter) for tenant, counter in service.items()}
         self._last_left = TenantId(last) if last in service else None
         # Who waited there is not coming back from idle when its jobs are pushed here: no lift for it.
         self._resumed = {tenant for tenant in waiting if tenant in service}
@@ -262,25 +284,25 @@ class CounterScheduler(ABC):
         for seat in waits:
             self._resumed.discard(seat.key)
             seat.counter = service.get(seat.key, 0.0)
-            self._seats[seat.key] = seat
-            self._waiting.put(seat, self._rank(seat.key, seat.counter))
+            self.seats[seat.key] = seat
+            self.waiting.put(seat, self._rank(seat.key, seat.counter))
 
     def explain(self, job: Job) -> Pick:
         """Its counter, and why that made it the next."""
         last, counter = self._pick
         if last is None or last.id != job.id:
             return Pick("not picked last")
-        tenants = len(self._waiting) + (not self._waits(self._of(job)))
+        tenants = len(self.waiting) + (not self._waits(self._of(job)))
         return Pick(self._why(counter, tenants), counter)
 
     def counters(self) -> Mapping[TenantId, float]:
         """Service ÷ weight per tenant, lifts included."""
-        return {tenant: seat.counter for tenant, seat in self._seats.items()}
+        return {tenant: seat.counter for tenant, seat in self.seats.items()}
 
-    def headed(self, tenant: TenantId) -> None:
-        """The tenant has a new head; where that opened its line, it comes back from idle."""
-        seat = self._seats.get(tenant)
-        if seat is None or seat.entry is None:
+    def headed(self, tenant: TenantId, line: Any) -> None:
+        """The tenant has a new head in ``line``; where that opened its line, it comes back from idle."""
+        seat = self.seats.get(tenant)
+        if seat is None or seat.at is None:
             self._entering(tenant)
             counter = 0.0 if seat is None else seat.counter
             if tenant in self._resumed:
@@ -288,11 +310,12 @@ class CounterScheduler(ABC):
             else:
                 counter = max(counter, self._floor())
             if seat is None:
-                seat = self._seats[tenant] = Seat(tenant, counter)
-                if len(self._seats) > self._sweep_at:
-                    self._sweep()
+                seat = self.seats[tenant] = Seat(tenant, counter)
             seat.counter = counter
-        self._waiting.put(seat, self._rank(tenant, seat.counter))
+            seat.line = line
+        self.waiting.put(seat, self._rank(tenant, seat.counter))
+        if len(self.seats) > self._sweep_at:
+            self._sweep()
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -304,35 +327,34 @@ class CounterScheduler(ABC):
         return job.tenant if self._whose is None else self._whose(job)
 
     def _weight(self, job: Job, tenant: TenantId) -> float:
-        return job.weight if self._weights is None else self._weights.get(tenant, 1.0)
+        weights = self._weights
+        if weights is None:
+            return job.weight
+        return weights.get(tenant, 1.0) if weights else 1.0
 
     def _start(self, level: float) -> None:  # noqa: B027
         """Counters were loaded; ``level`` is where those who come back are to be lifted."""
 
     def _waits(self, tenant: TenantId) -> bool:
-        seat = self._seats.get(tenant)
-        return seat is not None and seat.entry is not None
+        seat = self.seats.get(tenant)
+        return seat is not None and seat.at is not None
 
-    def _next(self, now: float, fits: Fits) -> Job | None:
-        """The job to run when that of the first tenant does not fit."""
+    def _next(self, now: float, fits: Fits) -> tuple[Seat, Job] | None:
+        """Whose job to run, and which, when that of the first tenant does not fit."""
         found: Job | None = None
 
         def accept(seat: Seat) -> bool:
             nonlocal found
-            found = self._lines.pop_if(seat.key, now, fits)
+            found = self._lines.pop_if(seat, now, fits)
             return found is not None
 
-        self._waiting.next(accept)
-        return found
+        seat = self.waiting.next(accept)
+        return None if seat is None or found is None else (seat, found)
 
-    def _left(self, seat: Seat) -> None:
-        """A job of the seat's tenant left its line."""
-        tenant = seat.key
-        if tenant in self._lines.open:
-            self._waiting.put(seat, self._rank(tenant, seat.counter))
-        else:
-            self._waiting.take(seat)
-            self._last_left = tenant
+    def _closed(self, seat: Seat) -> None:
+        """The last job of the seat's tenant left its line."""
+        self.waiting.take(seat)
+        self._last_left = seat.key
 
     def _count(self, seat: Seat, cost: float, weight: float) -> None:
         """Charge the seat's tenant (negative: give back). The caller ranks it anew."""
@@ -341,12 +363,12 @@ class CounterScheduler(ABC):
     def _sweep(self) -> None:
         """Amortised O(1)."""
         floor = self._floor()
-        self._seats = {
+        self.seats = {
             tenant: seat
-            for tenant, seat in self._seats.items()
-            if seat.counter > floor or seat.entry is not None or tenant == self._last_left
+            for tenant, seat in self.seats.items()
+            if seat.counter > floor or seat.at is not None or tenant == self._last_left
         }
-        self._sweep_at = max(IDLE_KEPT, 2 * len(self._seats))
+        self._sweep_at = max(IDLE_KEPT, 2 * len(self.seats))
 
 
 def read_service(state: Mapping[str, Any]) -> dict[TenantId, float]:

@@ -147,7 +147,7 @@ class StandIns(TwoLevels):
         def tenant_fits(stand_in: Job) -> bool:
             tenant = stand_in.tenant
             if tenant not in taken:
-                taken[tenant] = lines.pop_if(tenant, now, fits)
+                taken[tenant] = lines.pop_of(tenant, now, fits)
             return taken[tenant] is not None
 
         chosen: Job | None = None

@@ -1,18 +1,30 @@
-"""Building block of schedulers: a FIFO line per tenant."""
+"""Building blocks of schedulers: a FIFO line per tenant, and the seat of a tenant that has a counter."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
+from policies.scheduling._ranking import Place
 from policies.spi import Fits
 from policies.types import Job, JobId, RequeueReason, TenantId
 
 _FEW = 32
+Line = deque[tuple[int, Job]]
+"""(place among all, job), first to last."""
 
 
-def _always(job: Job) -> bool:
-    return True
+class Seat(Place[TenantId]):
+    """A tenant's counter, its place among those that wait, and its line."""
+
+    __slots__ = ("counter", "line")
+
+    def __init__(self, key: TenantId, counter: float) -> None:
+        super().__init__(key)
+        self.counter = counter
+        self.line: Any = None
+        """What its lines keep for it while it has queued jobs, so that nobody looks it up; None: it has none."""
 
 
 class Lines:
@@ -25,7 +37,7 @@ class Lines:
     __slots__ = ("_back", "_front", "_jobs", "_stale", "open")
 
     def __init__(self) -> None:
-        self.open: dict[TenantId, deque[tuple[int, Job]]] = {}
+        self.open: dict[TenantId, Line] = {}
         """The lines, by tenant; to read."""
         self._jobs: dict[JobId, tuple[int, Job]] = {}
         self._back = 0
@@ -69,13 +81,18 @@ class Lines:
 
     def pop(self, tenant: TenantId) -> Job:
         """Remove and return the first job of a tenant that has a line."""
-        job = self.pop_if(tenant, 0.0, _always)
-        assert job is not None
+        line = self.open[tenant]
+        job = line.popleft()[1]
+        del self._jobs[job.id]
+        if self._stale:
+            self._tidy(line)
+        if not line:
+            del self.open[tenant]
         return job
 
-    def pop_if(self, tenant: TenantId, now: float, fits: Fits) -> Job | None:
-        """``pop`` where the tenant's head fits; else None."""
-        line = self.open[tenant]
+    def pop_if(self, seat: Seat, now: float, fits: Fits) -> Job | None:
+        """Remove and return the first job of the seat's tenant, which has a line, if it fits."""
+        line: Line = seat.line
         job = line[0][1]
         if not fits(job):
             return None
@@ -84,7 +101,8 @@ class Lines:
         if self._stale:
             self._tidy(line)
         if not line:
-            del self.open[tenant]
+            seat.line = None
+            del self.open[seat.key]
         return job
 
     def discard(self, job_id: JobId) -> Job | None:
@@ -120,13 +138,15 @@ class Lines:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def _tidy(self, line: deque[tuple[int, Job]]) -> None:
+    def _tidy(self, line: Line) -> None:
         """Take stale entries off the front."""
         while line and self._jobs.get(line[0][1].id) is not line[0]:
             line.popleft()
             self._stale -= 1
 
     def _sweep(self) -> None:
-        for tenant, line in self.open.items():
-            self.open[tenant] = deque(entry for entry in line if self._jobs.get(entry[1].id) is entry)
+        for line in self.open.values():
+            live = [entry for entry in line if self._jobs.get(entry[1].id) is entry]
+            line.clear()  # in place: seats hold it
+            line.extend(live)
         self._stale = 0

@@ -3,8 +3,11 @@
 Rules
 - A tenant's inner policy is told whose a job is and which weight that has (``CounterScheduler.among``), so it takes the
   jobs themselves, where others have to be shown them as their members' (``_members.Member``).
-- One table holds the queued jobs of all tenants, one ``Prepaid`` what is paid for those that run: job ids are unique.
-  What a tenant has of its own is little, since in the processor's caches it is cold whenever its turn comes.
+- A member's line stands in its seat, a tenant's inner policy in the tenant's: who goes next is found by following
+  references, and nothing is looked up. What a tenant has of its own is little, since in the processor's caches it is
+  cold whenever its turn comes.
+- One table holds the queued jobs of all tenants (``MemberQueue``), one ``Prepaid`` what is paid for those that run: job
+  ids are unique. Only ``MemberCounters`` changes them.
 - An inner policy is made when it is first asked for anything, or when ``COMING`` jobs wait for it, and gets those in
   order of arrival: a swap moves 10,000 jobs without making a thousand policies, and no dispatch has more to make up.
 - Decisions and dumps are those of ``_members.MemberLines`` over the same policies.
@@ -13,11 +16,11 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from policies.scheduling._counters import CounterScheduler
-from policies.scheduling._lines import Lines
+from policies.scheduling._lines import Line, Seat
 from policies.scheduling._members import check_inner
 from policies.spi import Fits, Json, SchedulingPolicy
 from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
@@ -28,84 +31,84 @@ COMING = 16
 """Queued jobs from which on a tenant's inner policy is made."""
 
 
-class OwnLines(Lines):
-    """A tenant's lines, one per member. The table of jobs is all tenants'."""
+class MemberQueue:
+    """The queued jobs of all tenants, and what is done to a member's line of them. First entries are always live."""
 
-    __slots__ = ("_live", "_whose", "coming", "inner")
+    __slots__ = ("_back", "_front", "_stale", "jobs")
 
-    def __init__(self, whose: Callable[[Job], TenantId], jobs: dict[JobId, tuple[int, Job]]) -> None:
-        super().__init__()
-        self._jobs = jobs
-        self._whose = whose
-        self._live = 0
-        self.inner: CounterScheduler | None = None
-        """Whose lines they are, once it was asked for anything."""
-        self.coming: list[Job] = []
-        """Queued until then."""
+    def __init__(self) -> None:
+        self.jobs: dict[JobId, tuple[int, Job]] = {}
+        """With their places among all; 0 while their tenant has no inner policy. To read."""
+        self._back = 0
+        self._front = 0
+        self._stale = 0
 
-    def push(self, job: Job, now: float = 0.0) -> bool:
-        """Append; True when this opens the member's line. Its id is known to be new."""
+    def last(self, job: Job) -> tuple[int, Job]:
+        """The job's entry, for the end of its member's line. Its id is known to be new."""
         self._back = order = self._back + 1
-        self._jobs[job.id] = entry = (order, job)
-        self._live += 1
-        member = self._whose(job)
-        line = self.open.get(member)
-        if line is None:
-            self.open[member] = deque((entry,))
-            return True
-        line.append(entry)
-        return False
+        self.jobs[job.id] = entry = (order, job)
+        return entry
 
-    def push_front(self, job: Job, now: float = 0.0, reason: RequeueReason = RequeueReason.SWAP) -> bool:
-        """Put before all others of its member. Its id is known to be new."""
+    def first(self, job: Job) -> tuple[int, Job]:
+        """The job's entry, for the front of its member's line. Its id is known to be new."""
         self._front = order = self._front - 1
-        self._jobs[job.id] = entry = (order, job)
-        self._live += 1
-        self.open.setdefault(self._whose(job), deque()).appendleft(entry)
-        return True
+        self.jobs[job.id] = entry = (order, job)
+        return entry
 
-    def pop_if(self, tenant: TenantId, now: float, fits: Fits) -> Job | None:
-        """Remove and return the member's head, if it fits."""
-        line = self.open[tenant]
+    def pop_if(self, seat: Seat, now: float, fits: Fits) -> Job | None:
+        """Remove and return the first job of the seat's line, if it fits; with the last one, its line."""
+        line: Line = seat.line
         job = line[0][1]
         if not fits(job):
             return None
         line.popleft()
-        del self._jobs[job.id]
-        self._live -= 1
+        del self.jobs[job.id]
         if self._stale:
             self._tidy(line)
         if not line:
-            del self.open[tenant]
+            seat.line = None
         return job
 
-    def discard(self, job_id: JobId) -> Job | None:
-        """Remove a queued job of this tenant."""
-        entry = self._jobs[job_id]
-        job = entry[1]
-        member = self._whose(job)
-        if self.open[member][0] is entry:
-            return self.pop(member)
-        del self._jobs[job_id]
-        self._live -= 1
-        self._stale += 1
-        if self._stale > self._live + 32:
-            self._sweep()
-        return job
+    def discard(self, seat: Seat, entry: tuple[int, Job]) -> None:
+        """Remove it from the seat's line; with the last one, its line."""
+        del self.jobs[entry[1].id]
+        line: Line = seat.line
+        if line[0] is not entry:
+            self._stale += 1
+            return
+        line.popleft()
+        self._tidy(line)
+        if not line:
+            seat.line = None
 
-    def drain(self) -> list[Job]:
-        """Remove and return this tenant's jobs in order of arrival, returned ones first."""
-        jobs = self._jobs
-        entries = [entry for line in self.open.values() for entry in line if jobs.get(entry[1].id) is entry]
-        entries.sort(key=lambda entry: entry[0])
-        for _, job in entries:
-            del jobs[job.id]
-        self.open.clear()
-        self._live = self._stale = 0
-        return [job for _, job in entries]
+    @property
+    def crowded(self) -> bool:
+        """Whether entries of jobs that were discarded further back outnumber the live ones."""
+        return self._stale > len(self.jobs) + 32
 
-    def __len__(self) -> int:
-        return self._live
+    def sweep(self, lines: Iterable[Line]) -> None:
+        """Drop those entries; ``lines`` are all there are. Amortised O(1)."""
+        for line in lines:
+            live = self.live(line)
+            line.clear()
+            line.extend(live)
+        self._stale = 0
+
+    def live(self, line: Line) -> list[tuple[int, Job]]:
+        """Its entries of jobs that are queued."""
+        jobs = self.jobs
+        return [entry for entry in line if jobs.get(entry[1].id) is entry]
+
+    def clear(self) -> None:
+        """Every line is gone."""
+        self.jobs.clear()
+        self._stale = 0
+
+    def _tidy(self, line: Line) -> None:
+        """Take stale entries off the front."""
+        while line and self.jobs.get(line[0][1].id) is not line[0]:
+            line.popleft()
+            self._stale -= 1
 
 
 def suits(policy: SchedulingPolicy) -> bool:
@@ -126,8 +129,9 @@ class MemberCounters:
         self._make = cast("Callable[[], CounterScheduler]", make)
         self._member = member
         self._weights = weights
-        self._inside: dict[TenantId, OwnLines] = {}
-        self._jobs: dict[JobId, tuple[int, Job]] = {}
+        self._inside: dict[TenantId, CounterScheduler | list[Job]] = {}
+        """Inner policies or, before they are made, queued jobs; in order of the tenants' first jobs."""
+        self._queue = MemberQueue()
         self._like = self._make()
         self.paid = self._like.paid
         """What is paid for the members' jobs that run."""
@@ -137,84 +141,106 @@ class MemberCounters:
         """Jobs of which something is paid, with their tenants."""
         self._inherited: dict[str, Json] = {}
         self._sweep_at = IDLE_KEPT
-        self.open: dict[TenantId, None] = {}
-        """Tenants with queued jobs; to read."""
+        self.open: dict[TenantId, CounterScheduler | list[Job]] = {}
+        """The same of tenants with queued jobs; to read."""
 
     # -- TenantLines ----------------------------------------------------------------------------------------------
 
     def push(self, job: Job, now: float) -> bool:
         """Queue; True when this opens the tenant's line. Raises ValueError for an id that is queued."""
-        job_id, tenant = job.id, job.tenant
-        if job_id in self._jobs:
-            raise ValueError(f"job {job_id!r} is already queued")
-        own = self._inside.get(tenant)
-        if own is None:
-            own = self._of(tenant)
-        if own.inner is None:
-            self._jobs[job_id] = (0, job)
-            own.coming.append(job)
-            if len(own.coming) == COMING:
-                self._policy(tenant)
-        elif own.push(job):
-            own.inner.headed(self._member(job))
-        if tenant in self.open:
+        queue, tenant = self._queue, job.tenant
+        if job.id in queue.jobs:
+            raise ValueError(f"job {job.id!r} is already queued")
+        inner = self._inside.get(tenant)
+        if inner is None or isinstance(inner, list):
+            return self._arrived(job)
+        member = self._member(job)
+        seat = inner.seats.get(member)
+        if seat is not None and seat.line is not None:
+            seat.line.append(queue.last(job))
             return False
-        self.open[tenant] = None
-        return True
+        opens = not inner.waiting.live
+        inner.headed(member, deque((queue.last(job),)))
+        if opens:
+            self.open[tenant] = inner
+        return opens
 
     def push_front(self, job: Job, now: float, reason: RequeueReason) -> bool:
         """Put back; True when this opens the tenant's line. Raises ValueError for an id that is queued."""
-        if job.id in self._jobs:
+        queue, tenant = self._queue, job.tenant
+        if job.id in queue.jobs:
             raise ValueError(f"job {job.id!r} is already queued")
-        self._policy(job.tenant).requeue(job, now, reason)
-        if job.tenant in self.open:
-            return False
-        self.open[job.tenant] = None
-        return True
+        inner = self._policy(tenant)
+        member = self._member(job)
+        seat = inner.seats.get(member)
+        line: Line = deque() if seat is None or seat.line is None else seat.line
+        line.appendleft(queue.first(job))
+        inner.headed(member, line)
+        opens = tenant not in self.open
+        self.open[tenant] = inner
+        return opens
 
-    def pop_if(self, tenant: TenantId, now: float, fits: Fits) -> Job | None:
-        """Remove and return the inner policy's choice among what fits."""
-        own = self._inside[tenant]
-        inner = self._policy(tenant) if own.inner is None else own.inner
+    def pop_if(self, seat: Seat, now: float, fits: Fits) -> Job | None:
+        """Remove and return the inner policy's choice among what fits of the seat's tenant."""
+        inner: CounterScheduler | list[Job] = seat.line
+        if isinstance(inner, list):
+            seat.line = inner = self._policy(seat.key)
         job = inner.pop(now, fits)
         if job is not None:
-            self._payers[job.id] = tenant
-            if not own.open:
-                del self.open[tenant]
+            self._payers[job.id] = seat.key
+            if not inner.waiting.live:
+                seat.line = None
+                del self.open[seat.key]
         return job
 
     def discard(self, job_id: JobId) -> Job | None:
         """Remove a queued job wherever it stands; None when it is not queued."""
-        entry = self._jobs.get(job_id)
-        if entry is None:
+        queue = self._queue
+        if job_id not in queue.jobs:
             return None
+        tenant = queue.jobs[job_id][1].tenant
+        inner = self._policy(tenant)
+        entry = queue.jobs[job_id]  # in its member's line by now
         job = entry[1]
-        self._policy(job.tenant).discard(job_id)
+        seat = inner.seats[self._member(job)]
+        queue.discard(seat, entry)
+        inner.discarded(job, seat)
         self._payers.pop(job_id, None)
-        if not self._inside[job.tenant].open:
-            del self.open[job.tenant]
+        if not inner.waiting.live:
+            del self.open[tenant]
+        if queue.crowded:
+            made = (inner for inner in self._inside.values() if not isinstance(inner, list))
+            queue.sweep(seat.line for inner in made for seat in inner.waiting)
         return job
 
     def drain(self) -> list[Job]:
         """Remove and return all queued jobs: tenant by tenant, each in its inner policy's order."""
-        self.open.clear()
+        queue = self._queue
         drained: list[Job] = []
-        for own in self._inside.values():
-            drained += own.coming if own.inner is None else own.inner.drain()
-            own.coming.clear()
-        self._jobs.clear()
+        for inner in self._inside.values():
+            if isinstance(inner, list):
+                drained += inner
+                inner.clear()
+                continue
+            entries = [entry for seat in inner.waiting for entry in queue.live(seat.line)]
+            entries.sort(key=lambda entry: entry[0])
+            drained += [job for _, job in entries]
+            inner.emptied()
+        self.open.clear()
+        queue.clear()
         return drained
 
     def __len__(self) -> int:
         """Queued jobs."""
-        return len(self._jobs)
+        return len(self._queue.jobs)
 
     # -- beside ---------------------------------------------------------------------------------------------------
 
     def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
         """To its member."""
-        own = self._inside.get(job.tenant)
-        inner = self._policy(job.tenant) if own is None or own.inner is None else own.inner
+        inner = self._inside.get(job.tenant)
+        if inner is None or isinstance(inner, list):
+            inner = self._policy(job.tenant)
         inner.charge(job, charge, now, final)
         if final:
             self._payers.pop(job.id, None)
@@ -235,9 +261,9 @@ class MemberCounters:
         """The inner policies' state, by tenant, as each would dump it alone. Not of who idles since a load."""
         states: dict[str, Json] = {}
         for tenant in dict.fromkeys([*self._inside, *self._payers.values()]):
-            own = self._inside.get(tenant)
-            made = None if own is None else own.inner
-            state = self._inherited.get(tenant, {}) if made is None else made.dump_counters()
+            made = self._inside.get(tenant)
+            unmade = made is None or isinstance(made, list)
+            state = self._inherited.get(tenant, {}) if unmade else made.dump_counters()
             states[str(tenant)] = {**state, "prepaid": {}, "prepaid_output": {}, "lengths": []}
         for key, tokens in self.paid.dump().items():
             for job_id, left in tokens.items():
@@ -258,38 +284,56 @@ class MemberCounters:
                 found = own_state.pop(key, {})
                 tokens.update(found)
                 self._payers.update(dict.fromkeys(map(JobId, found), TenantId(tenant)))
-        for tenant, own in self._inside.items():
-            if own.inner is not None:
-                own.inner.load_counters(self._inherited.pop(tenant, {}))
+        for tenant, inner in self._inside.items():
+            if not isinstance(inner, list):
+                inner.load_counters(self._inherited.pop(tenant, {}))
         self.paid.load(paid)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _of(self, tenant: TenantId) -> OwnLines:
-        own = self._inside.get(tenant)
-        if own is None:
-            if len(self._inside) >= self._sweep_at:
-                self._sweep()
-            own = self._inside[tenant] = OwnLines(self._member, self._jobs)
-        return own
+    def _arrived(self, job: Job) -> bool:
+        """Queue a job of a tenant that has no inner policy yet."""
+        tenant = job.tenant
+        coming: Any = self._inside.get(tenant)
+        if coming is None:
+            self._make_room()
+            coming = self._inside[tenant] = []
+        coming.append(job)
+        self._queue.jobs[job.id] = (0, job)
+        opens = tenant not in self.open
+        self.open[tenant] = coming
+        if len(coming) == COMING:
+            self._policy(tenant)
+        return opens
 
     def _policy(self, tenant: TenantId) -> CounterScheduler:
         """The tenant's inner policy, with all queued jobs in it."""
-        own = self._of(tenant)
-        if own.inner is not None:
-            return own.inner
-        own.inner = inner = self._make()
-        inner.among(self._member, self._weights, own, self._like)
+        coming = self._inside.get(tenant)
+        if coming is None:
+            self._make_room()
+            coming = []
+        elif not isinstance(coming, list):
+            return coming
+        inner = self._make()
+        inner.among(self._member, self._weights, self._queue, self._like)
         if tenant in self._inherited:
             inner.load_counters(self._inherited.pop(tenant))
-        for job in own.coming:
-            if own.push(job):
-                inner.headed(self._member(job))
-        own.coming.clear()
+        self._inside[tenant] = inner
+        if coming:
+            self.open[tenant] = inner
+        for job in coming:
+            member = self._member(job)
+            seat = inner.seats.get(member)
+            entry = self._queue.last(job)
+            if seat is not None and seat.line is not None:
+                seat.line.append(entry)
+            else:
+                inner.headed(member, deque((entry,)))
         return inner
 
-    def _sweep(self) -> None:
-        """Drop what idle tenants have. Amortised O(1)."""
-        busy = {*self._payers.values(), *self.open}
-        self._inside = {tenant: own for tenant, own in self._inside.items() if tenant in busy}
-        self._sweep_at = max(IDLE_KEPT, 2 * len(self._inside))
+    def _make_room(self) -> None:
+        """One more tenant comes. Drop what idle ones have, when there are many: amortised O(1)."""
+        if len(self._inside) >= self._sweep_at:
+            busy = {*self._payers.values(), *self.open}
+            self._inside = {tenant: inner for tenant, inner in self._inside.items() if tenant in busy}
+            self._sweep_at = max(IDLE_KEPT, 2 * len(self._inside))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from policies.scheduling._lines import Seat
 from policies.scheduling._ranking import Ranking
 from policies.spi import Fits, Json, SchedulingPolicy
 from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
@@ -131,7 +132,7 @@ class MemberLines:
         self._members: dict[JobId, Member] = {}
         self._inherited: dict[str, Json] = {}
         self._queued = 0
-        self.open: dict[TenantId, None] = {}
+        self.open: dict[TenantId, Inside] = {}
         """Tenants with queued jobs; to read."""
         self._late: Ranking[TenantId] = Ranking()
         self._expires = callable(getattr(make(), "expired", None))
@@ -167,7 +168,14 @@ class MemberLines:
         self._queued += 1
         return self._entered(inside, job.tenant)
 
-    def pop_if(self, tenant: TenantId, now: float, fits: Fits) -> Job | None:
+    def pop_if(self, seat: Seat, now: float, fits: Fits) -> Job | None:
+        """Remove and return the inner policy's choice among what fits of the seat's tenant."""
+        job = self.pop_of(seat.key, now, fits)
+        if seat.key not in self.open:
+            seat.line = None
+        return job
+
+    def pop_of(self, tenant: TenantId, now: float, fits: Fits) -> Job | None:
         """Remove and return the inner policy's choice among what fits."""
 
         def whole(inner: Any) -> bool:
@@ -278,7 +286,7 @@ class MemberLines:
             self._note_late(tenant)
         if inside.queued > 1:
             return False
-        self.open[tenant] = None
+        self.open[tenant] = inside
         return True
 
     def _left(self, inside: Inside, tenant: TenantId) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 
 from policies.scheduling._keyed import KeyedLines
+from policies.scheduling._lines import Seat
 from policies.spi import Fits
 from policies.types import Job, JobId, PrefixKey, RequeueReason, TenantId
 
@@ -92,10 +93,15 @@ class PrefixLines:
         line = self.open.get(tenant)
         return line[0][4] if line else 0.0
 
-    def pop_if(self, tenant: TenantId, now: float, fits: Fits) -> Job | None:
+    def pop_if(self, seat: Seat, now: float, fits: Fits) -> Job | None:
         """O(log n); longest hot prefix first, waits count. ``touch`` its chain afterwards."""
+        tenant = seat.key
         job = self._lines.pop_if(tenant, fits)
-        if job is not None and job.prefix_keys:
+        if job is None:
+            return None
+        if tenant not in self.open:
+            seat.line = None
+        if job.prefix_keys:
             self._unwatch(job)
         return job
 

@@ -23,8 +23,9 @@ from typing import Any
 
 from pydantic import Field
 
-from policies.scheduling._counters import CounterScheduler, Seat
+from policies.scheduling._counters import CounterScheduler
 from policies.scheduling._lengths import Lengths, PredictingConfig
+from policies.scheduling._lines import Seat
 from policies.scheduling._tariff import Tariff
 from policies.spi import PolicyContext, PolicySpec
 from policies.types import Job, TenantId
@@ -41,6 +42,7 @@ class DrrScheduler(CounterScheduler):
     """O(log tenants) per operation, however small the quantum is."""
 
     any_members = True
+    by_number = False
 
     def __init__(self, tariff: Tariff, lengths: Lengths, quantum: float) -> None:
         super().__init__(tariff, lengths)
@@ -67,10 +69,9 @@ class DrrScheduler(CounterScheduler):
         if turn > self._round:
             self._round = turn
 
-    def _left(self, seat: Seat) -> None:
-        super()._left(seat)
-        if seat.entry is None:
-            del self._places[seat.key]
+    def _closed(self, seat: Seat) -> None:
+        super()._closed(seat)
+        del self._places[seat.key]
 
     def _start(self, level: float) -> None:
         self._round = math.floor(level / self._quantum)

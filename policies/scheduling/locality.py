@@ -43,6 +43,7 @@ class LocalityScheduler(CounterScheduler):
     """O(log n) per operation and O(blocks of the prompt) per dispatch."""
 
     any_lines = False
+    by_number = False
 
     def __init__(self, tariff: Tariff, lengths: Lengths, *, quantum: float, ageing: float, max_keys: int) -> None:
         self._prefixes = PrefixLines(max_keys, ageing)
@@ -54,10 +55,10 @@ class LocalityScheduler(CounterScheduler):
     def pop(self, now: float, fits: Fits) -> Job | None:
         """As in ``CounterScheduler``; first the heads at the top are looked at again, since keys may be forgotten."""
         while self._prefixes.forgot:
-            seat = self._waiting.top()
+            seat = self.waiting.top()
             if seat is None or not self._prefixes.shrunk(seat.key):
                 break
-            self._waiting.put(seat, self._rank(seat.key, seat.counter))
+            self.waiting.put(seat, self._rank(seat.key, seat.counter))
         return super().pop(now, fits)
 
     def _floor(self) -> float:
@@ -78,8 +79,8 @@ class LocalityScheduler(CounterScheduler):
             return
         for tenant in self._prefixes.touch(job):
             if self._waits(tenant) and self._prefixes.has(tenant):
-                seat = self._seats[tenant]
-                self._waiting.put(seat, self._rank(tenant, seat.counter))
+                seat = self.seats[tenant]
+                self.waiting.put(seat, self._rank(tenant, seat.counter))
 
     def _why(self, counter: float, tenants: int) -> str:
         return (

@@ -22,9 +22,10 @@ from collections.abc import Mapping
 
 from pydantic import Field, field_validator
 
-from policies.scheduling._counters import Seat, read_service
+from policies.scheduling._counters import read_service
 from policies.scheduling._floors import Floors
 from policies.scheduling._lengths import Lengths, PredictingConfig
+from policies.scheduling._lines import Seat
 from policies.scheduling._tariff import Prepaid, Tariff
 from policies.scheduling.edf import check_floors
 from policies.scheduling.vtc import VtcScheduler
@@ -55,7 +56,7 @@ class _Band(VtcScheduler):
     def relative(self) -> dict[str, float]:
         """Counters above the band's level: those of different bands have nothing else in common."""
         level = self._floor()
-        return {str(tenant): seat.counter - level for tenant, seat in self._seats.items()}
+        return {str(tenant): seat.counter - level for tenant, seat in self.seats.items()}
 
 
 class _CountedBand(_Band):

@@ -49,9 +49,9 @@ class VtcScheduler(CounterScheduler):
         self._level = 0.0  # floor until somebody left the queue here
 
     def _floor(self) -> float:
-        if len(self._waiting):
-            return float(self._waiting.min())
-        last = None if self._last_left is None else self._seats.get(self._last_left)
+        if len(self.waiting):
+            return float(self.waiting.min())
+        last = None if self._last_left is None else self.seats.get(self._last_left)
         return self._level if last is None else last.counter
 
     def _why(self, counter: float, tenants: int) -> str:

@@ -16,8 +16,9 @@ Rules
 
 from __future__ import annotations
 
-from policies.scheduling._counters import CounterScheduler, Seat
+from policies.scheduling._counters import CounterScheduler
 from policies.scheduling._lengths import PredictingConfig
+from policies.scheduling._lines import Seat
 from policies.spi import PolicyContext, PolicySpec
 from policies.types import Job, TenantId
 
@@ -37,7 +38,7 @@ class WfqScheduler(CounterScheduler):
         return f"least start tag ({counter:.0f}) of {tenants} waiting tenants that fit"
 
     def _entering(self, tenant: TenantId) -> None:
-        if not len(self._waiting) and not len(self._paid):
+        if not len(self.waiting) and not len(self._paid):
             self._now = max(self._now, self._latest)
 
     def _picked(self, job: Job, counter: float) -> None:
@@ -52,7 +53,7 @@ class WfqScheduler(CounterScheduler):
 
     def _start(self, level: float) -> None:
         self._now = level
-        self._latest = max((seat.counter for seat in self._seats.values()), default=level)
+        self._latest = max((seat.counter for seat in self.seats.values()), default=level)
 
 
 def _make(config: PredictingConfig, ctx: PolicyContext) -> WfqScheduler:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from policies.scheduling import _counters
 from policies.testing import always, make_job
 from policies.types import Charge, Job, JobId, RequeueReason
 from tests.policies.scheduling.driver import Driver, build
@@ -216,3 +217,45 @@ def jobs_in(thing: Any, depth: int = 0, seen: set[int] | None = None) -> list[st
         if type(thing).__name__ in ("deque", "OrderedDict"):
             inner += list(thing)
     return [job for part in inner for job in jobs_in(part, depth + 1, seen)]
+
+
+@pytest.mark.parametrize("name", FAIR)
+def test_a_tenant_that_comes_when_counters_are_swept_keeps_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands where everybody starts, like those whose counters may be forgotten; but it waits."""
+    monkeypatch.setattr(_counters, "IDLE_KEPT", 4)
+    policy = build(name)
+    for i in range(20):
+        policy.push(make_job(f"j{i}", f"t{i}", prompt=10, output=5), 0.0)
+    assert sorted(policy.dump()["service"]) == sorted(f"t{i}" for i in range(20))
+    for i in range(4, 8):
+        assert policy.discard(JobId(f"j{i}"))
+    left = [pop(policy) for _ in range(16)]
+    for job in left:
+        policy.charge(job, Charge(10, 0, 5), 0.0, True)
+    assert sorted(job.id for job in left) == sorted(f"j{i}" for i in range(20) if not 4 <= i < 8)
+
+
+@pytest.mark.parametrize("name", FAIR)
+@pytest.mark.parametrize("drained", [False, True])
+def test_lines_stay_whole_when_most_of_what_is_in_them_is_discarded(name: str, drained: bool) -> None:
+    policy = build(name)
+
+    def push(numbers: range) -> None:
+        for i in numbers:
+            policy.push(make_job(f"j{i}", f"t{i % 2}", user=f"u{i % 3}", arrived_at=float(i)), 0.0)
+
+    push(range(300))
+    kept = [i for i in range(300) if i % 50 < 6]
+    for i in reversed(range(300)):
+        if i not in kept:
+            assert policy.discard(JobId(f"j{i}"))
+    push(range(300, 312))
+    assert len(policy) == len(kept) + 12
+    jobs = policy.drain() if drained else [pop(policy) for _ in range(len(policy))]
+    lines: dict[tuple[str, str | None], list[int]] = {}
+    for job in jobs:
+        lines.setdefault((job.tenant, job.user), []).append(int(job.id[1:]))
+    assert sorted(number for line in lines.values() for number in line) == [*kept, *range(300, 312)]
+    assert all(line == sorted(line) for line in lines.values())
+    assert len(policy) == 0
+    assert policy.pop(0.0, always) is None

@@ -213,9 +213,11 @@ def test_members_without_stand_ins_get_the_same_decisions(data: st.DataObject, o
 
 def dumped(policy: TwoLevels) -> Any:
     lines: Any = policy._lines
-    for tenant in list(lines._inside):
-        made = lines._policy(tenant) if isinstance(lines, MemberCounters) else lines._inside[tenant].policy
-        assert made is not None  # until then it has what it was given
+    if isinstance(lines, MemberCounters):
+        for tenant in list(lines._inside):
+            lines._policy(tenant)  # until then it has what it was given
+    else:
+        assert all(inside.policy is not None for inside in lines._inside.values())  # likewise
     return policy.dump()
 
 
@@ -266,7 +268,7 @@ class Fickle(VtcScheduler):
     failing = False
 
     def pop(self, now: float, fits: Any) -> Job | None:
-        fitting = [seat.key for seat in self._waiting if fits(cast(Lines, self._lines).head(seat.key))]
+        fitting = [seat.key for seat in self.waiting if fits(cast(Lines, self._lines).head(seat.key))]
         if self.failing:
             raise RuntimeError("failing")
         last = fitting[-1] if fitting else None
@@ -431,17 +433,25 @@ def test_both_levels_hold_the_same_jobs_at_every_moment(actions: list[tuple[str,
                 policy.charge(job, Charge(1, 0, number % 5), now, action == "end")
                 if action == "end":
                     del running[job.id]
-        lines = policy._lines
+        lines: Any = policy._lines
         assert len(policy) == len(policy._outer) == len(lines) == len(queued)
         assert {job.tenant for job in queued.values()} == set(lines.open)
         if isinstance(lines, MemberCounters):
-            assert set(lines._jobs) == set(queued)
+            assert set(lines._queue.jobs) == set(queued)
             assert set(lines._payers) >= set(running)
             assert len(lines._payers) == len(lines.paid) <= len(queued) + len(running)
-            for tenant, own in lines._inside.items():
-                assert (len(own.coming) if own.inner is None else len(own.inner)) == sum(
-                    job.tenant == tenant for job in queued.values()
-                )
+            for tenant, inner in lines._inside.items():
+                own = [one for one in queued.values() if one.tenant == tenant]
+                assert lines.open.get(tenant) is (inner if own else None)
+                if isinstance(inner, list):
+                    assert [one.id for one in inner] == [one.id for one in own]
+                    continue
+                assert {seat.key for seat in inner.waiting} == {one.user for one in own}
+                found = {seat.key: lines._queue.live(seat.line) for seat in inner.waiting}
+                assert sorted(one.id for line in found.values() for _, one in line) == sorted(one.id for one in own)
+                assert all(one.user == user for user, line in found.items() for _, one in line)
+                assert all(seat.line[0] is found[seat.key][0] for seat in inner.waiting)
+                assert all(seat.line is None for seat in inner.seats.values() if seat.at is None)
         else:
             assert set(lines._members) == {*queued, *running}
             for tenant, inside in lines._inside.items():

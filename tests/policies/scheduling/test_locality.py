@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.scheduling import _prefixes
+from policies.scheduling._lines import Seat
 from policies.scheduling._prefixes import HotPrefixes, PrefixLines
 from policies.testing import always, make_job
 from policies.types import Charge, Job, JobId, PrefixKey, TenantId
@@ -216,7 +217,7 @@ def test_watchers_are_exactly_the_queued_jobs(operations: list[tuple[str, list[s
         elif queued:
             while lines.forgot and lines.shrunk(TenantId("a")):
                 pass
-            popped = lines.pop_if(TenantId("a"), 0.0, always)
+            popped = lines.pop_if(Seat(TenantId("a"), 0.0), 0.0, always)
             assert popped is not None
             one = popped
             del queued[one.id]

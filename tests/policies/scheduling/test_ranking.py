@@ -19,9 +19,10 @@ OPERATIONS = st.lists(
 
 @pytest.fixture(autouse=True, scope="module")
 def few() -> Iterator[None]:
-    """Beyond 32 entries a sorted list becomes a heap, and back."""
+    """Lists are split beyond 10 entries, and joined below 4."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_ranking, "_SORTED", 32)
+        patch.setattr(_ranking, "_ROW", 10)
+        patch.setattr(_ranking, "_FEW", 4)
         yield
 
 
@@ -65,12 +66,12 @@ def test_ranking_equals_a_sorted_dictionary(begin: int, operations: list[tuple[s
     assert order == sorted(order)
 
 
-def test_ranking_sweeps_stale_entries() -> None:
+def test_ranking_keeps_nothing_of_earlier_ranks() -> None:
     ranking: Ranking[str] = Ranking()
     ranking.set("other", 0)
     for rank in range(10_000, 0, -1):
         ranking.set("key", rank)
-    assert len(ranking._places._heap) < 200
+    assert len(ranking._places._places) == 2
     assert ranking.first(lambda key: key == "key") == "key"
 
 
