@@ -262,8 +262,7 @@ class MemberCounters:
         states: dict[str, Json] = {}
         for tenant in dict.fromkeys([*self._inside, *self._payers.values()]):
             made = self._inside.get(tenant)
-            unmade = made is None or isinstance(made, list)
-            state = self._inherited.get(tenant, {}) if unmade else made.dump_counters()
+            state = made.dump_counters() if isinstance(made, CounterScheduler) else self._inherited.get(tenant, {})
             states[str(tenant)] = {**state, "prepaid": {}, "prepaid_output": {}, "lengths": []}
         for key, tokens in self.paid.dump().items():
             for job_id, left in tokens.items():
