@@ -34,8 +34,10 @@ COMPILE_S = 1.0
 LOAD_S = 30.0
 """How long a child may take to start and to read a model's vocabulary."""
 REMEMBERED = 4096
-ATTEMPTS = 2
+ATTEMPTS = 3
 """Children that are asked the same, where one is lost."""
+PAUSE_S = 0.1
+"""Before another one is: what took the first may still be at work."""
 COMMAND = (sys.executable, "-m", "workers.grammar_child")
 
 _log = log.get("grammar")
@@ -87,7 +89,9 @@ class GrammarCheck:
     async def _ask(self, grammar: str, model_dir: Path) -> str | None:
         """One question: why not, or None."""
         question = json.dumps({"directory": str(model_dir), "grammar": grammar}).encode() + b"\n"
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(PAUSE_S)
             child = self._idle.pop() if self._idle else await self._start()
             with contextlib.suppress(_LostError):
                 return await self._answer(child, question)
