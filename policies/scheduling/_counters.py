@@ -299,8 +299,8 @@ class CounterScheduler(ABC):
         """Service ÷ weight per tenant, lifts included."""
         return {tenant: seat.counter for tenant, seat in self.seats.items()}
 
-    def headed(self, tenant: TenantId, line: Any) -> None:
-        """The tenant has a new head in ``line``; where that opened its line, it comes back from idle."""
+    def headed(self, tenant: TenantId, line: Any) -> Seat:
+        """The tenant has a new head in ``line``; where that opened its line, it comes back from idle. Its seat."""
         seat = self.seats.get(tenant)
         if seat is None or seat.at is None:
             self._entering(tenant)
@@ -316,6 +316,7 @@ class CounterScheduler(ABC):
         self.waiting.put(seat, self._rank(tenant, seat.counter))
         if len(self.seats) > self._sweep_at:
             self._sweep()
+        return seat
 
     def __len__(self) -> int:
         return len(self._lines)

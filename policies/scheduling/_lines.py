@@ -18,13 +18,15 @@ Line = deque[tuple[int, Job]]
 class Seat(Place[TenantId]):
     """A tenant's counter, its place among those that wait, and its line."""
 
-    __slots__ = ("counter", "line")
+    __slots__ = ("counter", "last", "line")
 
     def __init__(self, key: TenantId, counter: float) -> None:
         super().__init__(key)
         self.counter = counter
         self.line: Any = None
         """What its lines keep for it while it has queued jobs, so that nobody looks it up; None: it has none."""
+        self.last: Any = None
+        """Where a line is linked entries, the last of them."""
 
 
 class Lines:

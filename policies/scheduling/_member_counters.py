@@ -15,12 +15,12 @@ Rules
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, cast
 
 from policies.scheduling._counters import CounterScheduler
-from policies.scheduling._lines import Line, Seat
+from policies.scheduling._lines import Seat
 from policies.scheduling._members import check_inner
 from policies.spi import Fits, Json, SchedulingPolicy
 from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
@@ -31,84 +31,112 @@ COMING = 16
 """Queued jobs from which on a tenant's inner policy is made."""
 
 
+class Entry:
+    """A queued job, and the next of its member: linked, since a line of its own is cold memory for every member."""
+
+    __slots__ = ("job", "next", "order")
+
+    def __init__(self, order: int, job: Job) -> None:
+        self.order = order
+        """Its place among all; 0 while its tenant has no inner policy."""
+        self.job = job
+        self.next: Entry | None = None
+
+
 class MemberQueue:
-    """The queued jobs of all tenants, and what is done to a member's line of them. First entries are always live."""
+    """The queued jobs of all tenants. The first entry of a member is its seat's ``line``, and is always live."""
 
     __slots__ = ("_back", "_front", "_stale", "jobs")
 
     def __init__(self) -> None:
-        self.jobs: dict[JobId, tuple[int, Job]] = {}
-        """With their places among all; 0 while their tenant has no inner policy. To read."""
+        self.jobs: dict[JobId, Entry] = {}
+        """To read."""
         self._back = 0
         self._front = 0
         self._stale = 0
 
-    def last(self, job: Job) -> tuple[int, Job]:
-        """The job's entry, for the end of its member's line. Its id is known to be new."""
+    def append(self, inner: CounterScheduler, member: TenantId, job: Job) -> None:
+        """Put it at the end of its member's line. Its id is known to be new."""
         self._back = order = self._back + 1
-        self.jobs[job.id] = entry = (order, job)
-        return entry
+        self.jobs[job.id] = entry = Entry(order, job)
+        seat = inner.seats.get(member)
+        if seat is None or seat.line is None:
+            seat = inner.headed(member, entry)
+        else:
+            seat.last.next = entry
+        seat.last = entry
 
-    def first(self, job: Job) -> tuple[int, Job]:
-        """The job's entry, for the front of its member's line. Its id is known to be new."""
+    def put_first(self, inner: CounterScheduler, member: TenantId, job: Job) -> None:
+        """Put it at the front of its member's line. Its id is known to be new."""
         self._front = order = self._front - 1
-        self.jobs[job.id] = entry = (order, job)
-        return entry
+        self.jobs[job.id] = entry = Entry(order, job)
+        seat = inner.seats.get(member)
+        entry.next = None if seat is None else seat.line
+        seat = inner.headed(member, entry)
+        seat.line = entry
+        if entry.next is None:
+            seat.last = entry
 
     def pop_if(self, seat: Seat, now: float, fits: Fits) -> Job | None:
         """Remove and return the first job of the seat's line, if it fits; with the last one, its line."""
-        line: Line = seat.line
-        job = line[0][1]
+        entry: Entry = seat.line
+        job = entry.job
         if not fits(job):
             return None
-        line.popleft()
         del self.jobs[job.id]
+        seat.line = entry.next
         if self._stale:
-            self._tidy(line)
-        if not line:
-            seat.line = None
+            self._tidy(seat)
         return job
 
-    def discard(self, seat: Seat, entry: tuple[int, Job]) -> None:
+    def discard(self, seat: Seat, entry: Entry) -> None:
         """Remove it from the seat's line; with the last one, its line."""
-        del self.jobs[entry[1].id]
-        line: Line = seat.line
-        if line[0] is not entry:
+        del self.jobs[entry.job.id]
+        if seat.line is entry:
+            seat.line = entry.next
+            self._tidy(seat)
+        else:
             self._stale += 1
-            return
-        line.popleft()
-        self._tidy(line)
-        if not line:
-            seat.line = None
 
     @property
     def crowded(self) -> bool:
         """Whether entries of jobs that were discarded further back outnumber the live ones."""
         return self._stale > len(self.jobs) + 32
 
-    def sweep(self, lines: Iterable[Line]) -> None:
-        """Drop those entries; ``lines`` are all there are. Amortised O(1)."""
-        for line in lines:
-            live = self.live(line)
-            line.clear()
-            line.extend(live)
+    def sweep(self, seats: Iterable[Seat]) -> None:
+        """Drop those entries; ``seats`` are all with a line. Amortised O(1)."""
+        for seat in seats:
+            last = seat.line
+            for entry in self.live(seat)[1:]:
+                last.next = entry
+                last = entry
+            last.next = None
+            seat.last = last
         self._stale = 0
 
-    def live(self, line: Line) -> list[tuple[int, Job]]:
-        """Its entries of jobs that are queued."""
-        jobs = self.jobs
-        return [entry for entry in line if jobs.get(entry[1].id) is entry]
+    def live(self, seat: Seat) -> list[Entry]:
+        """The seat's entries of jobs that are queued."""
+        jobs, found = self.jobs, []
+        entry: Entry | None = seat.line
+        while entry is not None:
+            if jobs.get(entry.job.id) is entry:
+                found.append(entry)
+            entry = entry.next
+        return found
 
     def clear(self) -> None:
         """Every line is gone."""
         self.jobs.clear()
         self._stale = 0
 
-    def _tidy(self, line: Line) -> None:
+    def _tidy(self, seat: Seat) -> None:
         """Take stale entries off the front."""
-        while line and self.jobs.get(line[0][1].id) is not line[0]:
-            line.popleft()
+        jobs = self.jobs
+        entry: Entry | None = seat.line
+        while entry is not None and jobs.get(entry.job.id) is not entry:
+            entry = entry.next
             self._stale -= 1
+        seat.line = entry
 
 
 def suits(policy: SchedulingPolicy) -> bool:
@@ -154,13 +182,8 @@ class MemberCounters:
         inner = self._inside.get(tenant)
         if inner is None or isinstance(inner, list):
             return self._arrived(job)
-        member = self._member(job)
-        seat = inner.seats.get(member)
-        if seat is not None and seat.line is not None:
-            seat.line.append(queue.last(job))
-            return False
         opens = not inner.waiting.live
-        inner.headed(member, deque((queue.last(job),)))
+        queue.append(inner, self._member(job), job)
         if opens:
             self.open[tenant] = inner
         return opens
@@ -171,11 +194,7 @@ class MemberCounters:
         if job.id in queue.jobs:
             raise ValueError(f"job {job.id!r} is already queued")
         inner = self._policy(tenant)
-        member = self._member(job)
-        seat = inner.seats.get(member)
-        line: Line = deque() if seat is None or seat.line is None else seat.line
-        line.appendleft(queue.first(job))
-        inner.headed(member, line)
+        queue.put_first(inner, self._member(job), job)
         opens = tenant not in self.open
         self.open[tenant] = inner
         return opens
@@ -198,10 +217,10 @@ class MemberCounters:
         queue = self._queue
         if job_id not in queue.jobs:
             return None
-        tenant = queue.jobs[job_id][1].tenant
+        tenant = queue.jobs[job_id].job.tenant
         inner = self._policy(tenant)
         entry = queue.jobs[job_id]  # in its member's line by now
-        job = entry[1]
+        job = entry.job
         seat = inner.seats[self._member(job)]
         queue.discard(seat, entry)
         inner.discarded(job, seat)
@@ -210,7 +229,7 @@ class MemberCounters:
             del self.open[tenant]
         if queue.crowded:
             made = (inner for inner in self._inside.values() if not isinstance(inner, list))
-            queue.sweep(seat.line for inner in made for seat in inner.waiting)
+            queue.sweep(seat for inner in made for seat in inner.waiting)
         return job
 
     def drain(self) -> list[Job]:
@@ -222,9 +241,9 @@ class MemberCounters:
                 drained += inner
                 inner.clear()
                 continue
-            entries = [entry for seat in inner.waiting for entry in queue.live(seat.line)]
-            entries.sort(key=lambda entry: entry[0])
-            drained += [job for _, job in entries]
+            entries = [entry for seat in inner.waiting for entry in queue.live(seat)]
+            entries.sort(key=attrgetter("order"))
+            drained += [entry.job for entry in entries]
             inner.emptied()
         self.open.clear()
         queue.clear()
@@ -298,7 +317,7 @@ class MemberCounters:
             self._make_room()
             coming = self._inside[tenant] = []
         coming.append(job)
-        self._queue.jobs[job.id] = (0, job)
+        self._queue.jobs[job.id] = Entry(0, job)
         opens = tenant not in self.open
         self.open[tenant] = coming
         if len(coming) == COMING:
@@ -321,13 +340,7 @@ class MemberCounters:
         if coming:
             self.open[tenant] = inner
         for job in coming:
-            member = self._member(job)
-            seat = inner.seats.get(member)
-            entry = self._queue.last(job)
-            if seat is not None and seat.line is not None:
-                seat.line.append(entry)
-            else:
-                inner.headed(member, deque((entry,)))
+            self._queue.append(inner, self._member(job), job)
         return inner
 
     def _make_room(self) -> None:

@@ -4,8 +4,9 @@ A sorted list with lazy updates: raising a rank is O(1), since the rank under wh
 bound that is corrected when it comes up. Lowering, inserting and taking out are O(log n). Each thing holds its own
 ``Place``, so that whoever has it looks nothing up.
 
-Numbers stand side by side in an array, apart from the things: each look at a thing misses the processor's caches, and
-that costs more than all the rest. More than ``_ROW`` stand in several rows, since moving a long one by one costs, too.
+Ranks and serials stand side by side in arrays, apart from the things: each look at a thing misses the processor's
+caches, and that costs more than all the rest. More than ``_ROW`` stand in several rows, since moving a long one by one
+costs, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
-from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -22,8 +22,7 @@ K = TypeVar("K", bound=Hashable)
 _FEW = 32
 """Things that are refused one after the other before all are sorted."""
 _ROW = 128
-"""Most in a row, unless all its ranks are equal; more than twice ``_FEW``, below which one of several joins another."""
-_serial_of = attrgetter("serial")
+"""Most in a row; more than twice ``_FEW``, below which one of several joins another."""
 
 
 class Place(Generic[K]):
@@ -41,23 +40,24 @@ class Place(Generic[K]):
 
 
 P = TypeVar("P", bound=Place[Any])
-_Row = tuple[Any, list[P]]
-"""Ranks and what stands under them, in order of rank and serial. Equal ranks are always in one row."""
+_Row = tuple[Any, "array[int]", list[P]]
+"""Ranks, serials and what stands under them, in order of both."""
 
 
 class Places(Generic[P]):
     """Places in order of rank."""
 
-    __slots__ = ("_places", "_ranks", "_rows", "_serial", "_starts", "live")
+    __slots__ = ("_places", "_ranks", "_rows", "_serial", "_serials", "_starts", "live")
 
     def __init__(self, *, numbers: bool = True) -> None:
         """``numbers``: ranks are floats, or whole numbers below 2**53; else anything that can be compared."""
         self._ranks: Any = array("d") if numbers else []
+        self._serials = array("q")
         self._places: list[P] = []
         self._rows: list[_Row[P]] | tuple[()] = ()
-        """All rows where there are several; the first is that of the two above."""
-        self._starts: Any = ()
-        """Of each row but the first: no rank in it is smaller, and all in the rows before are."""
+        """All rows where there are several; the first is that of the three above."""
+        self._starts: tuple[Any, Any] = ((), ())
+        """Least rank and serial that belong in each row but the first."""
         self.live = 0
         """How many places are in; to read."""
         self._serial = 0
@@ -113,8 +113,8 @@ class Places(Generic[P]):
         """Take all out."""
         for place in self:
             place.at = None
-        del self._ranks[:], self._places[:]
-        self._rows = self._starts = ()
+        del self._ranks[:], self._serials[:], self._places[:]
+        self._rows = ()
         self.live = 0
 
     def __len__(self) -> int:
@@ -122,78 +122,91 @@ class Places(Generic[P]):
 
     def __iter__(self) -> Iterator[P]:
         """In the order in which they stand, which need not be that of their ranks."""
-        return chain.from_iterable(row[1] for row in self._rows) if self._rows else iter(self._places)
+        return chain.from_iterable(row[2] for row in self._rows) if self._rows else iter(self._places)
 
     def _settled(self, number: int) -> P:
         """The one of this number, below ``_FEW``, in order of rank, when those before it stand where they belong."""
         places = self._places
         while True:
-            if number >= len(places) and self._rows:
-                self._join(0)  # it was split off for equal ranks
-                continue
             place = places[number]
             rank = place.rank
             if rank is place.at or rank == place.at:
                 place.at = rank
                 return place
-            del self._ranks[number], places[number]
+            ranks, serials, serial = self._ranks, self._serials, place.serial
+            del ranks[number], serials[number], places[number]
             place.at = rank
-            self._insert(place, rank)
             if self._rows:
+                self._insert(place, rank)
                 self._mend(0)
+                continue
+            # As in ``_insert``, here for what a call costs: this is most of what happens to a ranking of few.
+            index = bisect_right(ranks, rank)
+            if index and serials[index - 1] > serial and ranks[index - 1] == rank:
+                index = bisect_left(serials, serial, bisect_left(ranks, rank), index)
+            ranks.insert(index, rank)
+            serials.insert(index, serial)
+            places.insert(index, place)
 
     def _insert(self, place: P, rank: Any) -> None:
-        ranks, places = self._ranks, self._places
+        ranks, serials, places, number = self._ranks, self._serials, self._places, 0
+        serial = place.serial
         if self._rows:
-            ranks, places = self._rows[bisect_right(self._starts, rank)]
+            number = self._row(rank, serial)
+            ranks, serials, places = self._rows[number]
         index = bisect_right(ranks, rank)
-        if index and ranks[index - 1] == rank and places[index - 1].serial > place.serial:
-            index = bisect_left(places, place.serial, bisect_left(ranks, rank), index, key=_serial_of)
+        if index and serials[index - 1] > serial and ranks[index - 1] == rank:
+            index = bisect_left(serials, serial, bisect_left(ranks, rank), index)
         ranks.insert(index, rank)
+        serials.insert(index, serial)
         places.insert(index, place)
         if len(places) > _ROW:
-            self._split(ranks, places)
+            self._split((ranks, serials, places), number)
 
     def _remove(self, place: P) -> None:
-        ranks, places, rank, row = self._ranks, self._places, place.at, 0
+        ranks, serials, places, number = self._ranks, self._serials, self._places, 0
+        rank, serial = place.at, place.serial
         if self._rows:
-            row = bisect_right(self._starts, rank)
-            ranks, places = self._rows[row]
+            number = self._row(rank, serial)
+            ranks, serials, places = self._rows[number]
         index = bisect_left(ranks, rank)
-        if places[index] is not place:
-            index = bisect_left(places, place.serial, index, bisect_right(ranks, rank), key=_serial_of)
-        del ranks[index], places[index]
+        if serials[index] != serial:
+            index = bisect_left(serials, serial, index, bisect_right(ranks, rank))
+        del ranks[index], serials[index], places[index]
         if self._rows:
-            self._mend(row)
+            self._mend(number)
 
-    def _split(self, ranks: Any, places: list[P]) -> None:
-        """Make two rows of one."""
-        middle = ranks[len(ranks) // 2]
-        index = bisect_left(ranks, middle) or bisect_right(ranks, middle)
-        if index == len(ranks):
-            return
+    def _row(self, rank: Any, serial: int) -> int:
+        """In which of several rows that belongs."""
+        ranks, serials = self._starts
+        number = bisect_right(ranks, rank)
+        if number and ranks[number - 1] == rank:
+            number = bisect_right(serials, serial, bisect_left(ranks, rank), number)
+        return number
+
+    def _split(self, row: _Row[P], number: int) -> None:
+        """Make two rows of this one."""
+        ranks, serials, places = row
+        middle = len(places) // 2
         if not self._rows:
-            self._rows, self._starts = [(ranks, places)], ranks[:0]
-        row = bisect_right(self._starts, ranks[0])
-        self._starts.insert(row, ranks[index])
-        self._rows.insert(row + 1, (ranks[index:], places[index:]))
-        del ranks[index:], places[index:]
-
-    def _mend(self, row: int) -> None:
-        """Join one of several rows, where it has become short, with the one behind, or before."""
-        rows = self._rows
-        if rows and len(rows[row][1]) < _FEW:
-            self._join(min(row, len(rows) - 2))
-
-    def _join(self, row: int) -> None:
-        """Make one row of this one of several and the one behind."""
+            self._rows, self._starts = [row], (ranks[:0], serials[:0])
+        self._starts[0].insert(number, ranks[middle])
+        self._starts[1].insert(number, serials[middle])
         rows: Any = self._rows
-        ranks, places = rows[row]
-        ranks.extend(rows[row + 1][0])
-        places.extend(rows[row + 1][1])
-        del rows[row + 1], self._starts[row]
+        rows.insert(number + 1, (ranks[middle:], serials[middle:], places[middle:]))
+        del ranks[middle:], serials[middle:], places[middle:]
+
+    def _mend(self, number: int) -> None:
+        """Join one of several rows, where it has become short, with the one behind, or before."""
+        rows: Any = self._rows
+        if not rows or len(rows[number][2]) >= _FEW:
+            return
+        number = min(number, len(rows) - 2)
+        for column, more in zip(rows[number], rows[number + 1], strict=True):
+            column.extend(more)
+        del rows[number + 1], self._starts[0][number], self._starts[1][number]
         if len(rows) == 1:
-            self._rows = self._starts = ()
+            self._rows = ()
 
 
 class Ranking(Generic[K]):

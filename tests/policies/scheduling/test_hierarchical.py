@@ -447,10 +447,12 @@ def test_both_levels_hold_the_same_jobs_at_every_moment(actions: list[tuple[str,
                     assert [one.id for one in inner] == [one.id for one in own]
                     continue
                 assert {seat.key for seat in inner.waiting} == {one.user for one in own}
-                found = {seat.key: lines._queue.live(seat.line) for seat in inner.waiting}
-                assert sorted(one.id for line in found.values() for _, one in line) == sorted(one.id for one in own)
-                assert all(one.user == user for user, line in found.items() for _, one in line)
-                assert all(seat.line[0] is found[seat.key][0] for seat in inner.waiting)
+                found = {seat.key: lines._queue.live(seat) for seat in inner.waiting}
+                assert sorted(entry.job.id for line in found.values() for entry in line) == sorted(
+                    one.id for one in own
+                )
+                assert all(entry.job.user == user for user, line in found.items() for entry in line)
+                assert all(seat.line is found[seat.key][0] and seat.last.next is None for seat in inner.waiting)
                 assert all(seat.line is None for seat in inner.seats.values() if seat.at is None)
         else:
             assert set(lines._members) == {*queued, *running}
