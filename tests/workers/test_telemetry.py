@@ -148,7 +148,8 @@ def test_the_engines_own_records_make_sound_trees(sink: SpanSink, collector: Otl
 
     config = EngineConfig(block_size=4, max_step_tokens=16, max_running=8)
     engine = Engine(
-        config, FakeRunner(24, 4, vocab=900, budget=16), blocks=24, max_context=90, revision="r", eos_ids=(),
+        config, FakeRunner(24, 4, vocab=900, budget=config.step_rows),
+        blocks=24, max_context=90, revision="r", eos_ids=(),
         on_outputs=lambda outputs: None, on_step=on_step, on_record=worker.record,
     )  # fmt: skip
     sent = 12

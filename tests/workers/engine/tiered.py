@@ -124,9 +124,7 @@ class TieredDrive(Drive):
         """The worker ends and starts again: only files outlive it."""
         self.store.close()
         config: EngineConfig = self.config
-        self.runner = self.store.runner = FakeRunner(
-            self.blocks, config.block_size, vocab=900, budget=config.max_step_tokens
-        )
+        self.runner = self.store.runner = FakeRunner(self.blocks, config.block_size, vocab=900, budget=config.step_rows)
         self.sent, self.last, self.tokens = {}, {}, {}
         self._tiered()
 
