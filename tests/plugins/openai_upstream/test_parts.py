@@ -45,7 +45,7 @@ models:
 @pytest.mark.parametrize(
     ("settings", "path", "says"),
     [
-        ({}, "launch.with.url", "required"),
+        ({}, "launch.with.url", "is missing"),
         ({"url": "ftp://x/v1"}, "launch.with.url", "http:// or https://"),
         ({"url": "http:///v1"}, "launch.with.url", "http:// or https://"),
         ({"url": "http://x:99999/v1"}, "launch.with.url", "no URL"),
@@ -59,7 +59,7 @@ models:
         ({"url": "http://x/v1", "extra_body": {"stream": False}}, "launch.with.extra_body", "the request's own"),
         ({"url": "http://x/v1", "first_token_s": 0}, "launch.with.first_token_s", "greater than 0"),
         ({"url": "http://x/v1", "max_running": "8"}, "launch.with.max_running", "write a number"),
-        ({"url": "http://x/v1", "endpoints": []}, "launch.with.endpoints", "at least 1"),
+        ({"url": "http://x/v1", "endpoints": []}, "launch.with.endpoints", "at least one entry"),
         ({"url": "http://x/v1", "endpoints": ["images"]}, "launch.with.endpoints", "'chat'"),
     ],
 )
