@@ -37,16 +37,16 @@ async def forebay_top(*words: str, **environment: str) -> tuple[int, str, str]:
 
 
 async def test_one_look_at_a_gateway(start: Start) -> None:
-    hostile = {**pool(), "name": "evil\x1b[2J\x07[red]model"}
+    hostile = {**pool(), "name": "evil\u202e[red]model"}
     changes = {"models": [pool(), hostile]}
     async with start(changes, echo=Echo(step_s=0.02), env={"FOREBAY_ADMIN_TOKEN": "t"}) as site:
         call = asyncio.create_task(site.complete(max_tokens=3000))
         await until(lambda: any(ticket.first_token_at for ticket in tickets(site)), "it runs")
         code, out, err = await forebay_top("--once", "--url", site.admin_url, FOREBAY_ADMIN_TOKEN="t")
         assert (code, err) == (0, "")
-        for word in ("ready", "2 of 2 workers", "alpha", "beta", "evil\\x1b[2J\\x07[red]model", "echo/local-0", "1/8"):
+        for word in ("ready", "2 of 2 workers", "alpha", "beta", "evil\\u202e[red]model", "echo/local-0", "1/8"):
             assert word in out
-        assert "\x1b" not in out
+        assert "\u202e" not in out
         code, out, err = await forebay_top("--once", "--url", site.admin_url, FOREBAY_ADMIN_TOKEN="wrong")
         assert (code, out, "admin token" in err) == (1, "", True)
         call.cancel()
