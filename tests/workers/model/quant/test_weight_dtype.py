@@ -153,6 +153,7 @@ def test_the_bundled_model_shrinks_and_stays_what_it_is(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("off_the_grid", [False, True])
 def test_calibrated_int4_keeps_its_quality(off_the_grid: bool, smollm2: ModelFiles, tmp_path: Path) -> None:
     """Issue 7, and not only for a model that was published in 4 bits: over this text and those of ``forebay eval``,
