@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import ClassVar
 
 from gateway.toolcalls import CallReader
 
@@ -62,9 +63,18 @@ class ObjectEnd:
 class _JsonCalls(CallReader):
     """A call ends where its arguments do; ``_behind`` reads on from there."""
 
+    begins: ClassVar[re.Pattern[str]]
+    """From the mark, or the call before, to a call's arguments; its first group is the name."""
+
     def __init__(self) -> None:
         super().__init__()
         self._end = ObjectEnd()
+
+    def _head(self) -> bool:
+        match = self.begins.match(self._held)
+        if match is not None:
+            self._begin(match[1], match.end())
+        return match is not None
 
     def _arguments(self) -> bool:
         end = self._end.find(self._held)
@@ -87,12 +97,7 @@ class ListedCalls(_JsonCalls):
     """Mistral's list."""
 
     mark = MARK
-
-    def _head(self) -> bool:
-        match = _LISTED.match(self._held)
-        if match is not None:
-            self._begin(match[1], match.end())
-        return match is not None
+    begins = _LISTED
 
     def _behind(self) -> bool:
         match = _BEHIND_LISTED.match(self._held)
@@ -107,12 +112,7 @@ class ArgsCalls(_JsonCalls):
     """Mistral's later form."""
 
     mark = MARK
-
-    def _head(self) -> bool:
-        match = _BEHIND_MARK.match(self._held)
-        if match is not None:
-            self._begin(match[1], match.end())
-        return match is not None
+    begins = _BEHIND_MARK
 
 
 class BareCalls(_JsonCalls):

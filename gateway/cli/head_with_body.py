@@ -1,7 +1,7 @@
 """An answer's head and the first piece of its body in one write: uvicorn makes two.
 
-A write is a system call that wakes the peer, some 50 µs on a virtual machine, which is a sixteenth of what a request
-costs here.
+A write is a system call that wakes the peer. One less per answer: what that saves was within the noise of what a
+request costs (``gateway/DESIGN.md``).
 """
 
 from __future__ import annotations
