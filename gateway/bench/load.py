@@ -86,6 +86,8 @@ class Timeline:
     tenant: str = ""
     answer: list[int] = field(default_factory=list)
     """Its tokens, where the load keeps answers."""
+    longest_step: float = 0.0
+    """Seconds of the engine's longest step since nothing was under way, until this one's end. 0: steps are not seen."""
 
     @property
     def outputs(self) -> int:

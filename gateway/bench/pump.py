@@ -79,6 +79,7 @@ class _Run:
         self._keep = load.keep_answers
         self._running = 0
         self._done = 0
+        self._longest = 0.0
 
     def go(self) -> list[Timeline]:
         start = time.perf_counter()
@@ -91,8 +92,10 @@ class _Run:
                     raise StuckError(f"{total - self._done} requests wait for tokens that never come")
                 time.sleep(max(0.0, self._due[0].at - (time.perf_counter() - start)))
                 continue
+            began = time.perf_counter()
             news = self._engine.step()
             now = time.perf_counter() - start
+            self._longest = max(self._longest, now + start - began)
             for item in news:
                 self._note(item, now, start)
             idle = 0 if news else idle + 1
@@ -107,6 +110,8 @@ class _Run:
 
     def _send(self, request: Request, submitted: float) -> None:
         self.lines[request.id].submitted = submitted
+        if not self._running:
+            self._longest = 0.0
         self._running += 1
         self._engine.submit(request)
 
@@ -129,6 +134,7 @@ class _Run:
                 self._send(request, now)
         if news.finished:
             line.finished = now
+            line.longest_step = self._longest
             self._running -= 1
             self._done += 1
             self._progress(self._done, len(self.lines))

@@ -99,12 +99,19 @@ RUN_COLUMNS = (
 
 
 def runs_table(title: str, runs: Sequence[dict[str, Any]], first: str = "running") -> Table:
-    """One line per run; with the floor and the share of it where it was measured. Times in ms."""
+    """One line per run; with bookkeeping, and the floor and the share of it, where they were measured. Times in ms."""
     floors = any("floor" in run for run in runs)
-    columns = [first, *(name for name, _ in RUN_COLUMNS[1:]), *(("floor", "of it") if floors else ())]
+    books = any("bookkeeping_share" in run for run in runs)
+    columns = [first, *(name for name, _ in RUN_COLUMNS[1:])]
+    columns += [*(("books", "of step") if books else ()), *(("floor", "of it") if floors else ())]
     table = Table(title, columns, notes=["TTFT and ITL in ms."])
+    if books:
+        table.notes = ["TTFT, ITL and books in ms. Books: planning and bookkeeping, all of a step outside the model."]
     for run in runs:
         cells: list[Cell] = [run.get("name", run.get("concurrency")), *(run.get(key) for _, key in RUN_COLUMNS[1:])]
+        if books:
+            share = run.get("bookkeeping_share")
+            cells += [run.get("bookkeeping_ms_per_step"), None if share is None else f"{share:.2%}"]
         if floors:
             limit = run.get("floor", {}).get("output_tokens_s")
             reached = run.get("output_tokens_s")

@@ -36,7 +36,7 @@ SloE2e = Annotated[float | None, typer.Option("--slo-e2e-ms", min=0, help="Goodp
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    from gateway.cli import bench_gateway, bench_techniques  # noqa: F401 - they add their commands to the group
+    from gateway.cli import bench_gateway, bench_start, bench_techniques  # noqa: F401 - they add themselves to the group
 
     app.add_typer(group, name="bench")
 

@@ -87,8 +87,9 @@ def calibrate(model: str, *, say: Say = lambda line: None, config: EngineConfig 
     say("Timing its steps …")
     samples = measure(loaded, config)
     found = fit(samples)
+    figures = {name: float(f"{value * 1e3:.6g}") for name, value in zip(NAMES, found, strict=True)}
     return {
-        "step_ms": {name: float(f"{value * 1e3:.6g}") for name, value in zip(NAMES, found, strict=True)},
+        "step_ms": {**figures, "twice_at": loaded.twice_at},
         "error_percent": round(100 * error(samples, found), 2),
         "samples": len(samples),
         "model": model,
@@ -115,6 +116,7 @@ def measure(loaded: LoadedModel, config: EngineConfig, *, rounds: int = 3) -> li
         on_outputs=lambda outputs: None,
         vocab_size=loaded.vocab_size,
         windows=loaded.windows,
+        twice_at=loaded.twice_at,
     )
     rng = Random(1)  # noqa: S311 - token ids to time, no secret
     params = SamplingParams(temperature=0.0, ignore_eos=True)

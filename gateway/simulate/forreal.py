@@ -160,7 +160,8 @@ def compare(loaded: LoadedScenario, source: str) -> dict[str, Any]:
     model = load(source, config)
     samples = measure(model, config)
     found = fit(samples)
-    cost = StepCost(**{name: value * 1e3 for name, value in zip(NAMES, found, strict=True)})
+    # The engine cuts chunks by the model's shape, not by what its steps were seen to take.
+    cost = StepCost(**{name: value * 1e3 for name, value in zip(NAMES, found, strict=True)}, twice_at=model.twice_at)
     workers = loaded.scenario.workers.model_copy(update={"step_ms": cost})
     calibrated = replace(loaded, scenario=loaded.scenario.model_copy(update={"workers": workers}))
     real = Figures.of(run_for_real(calibrated, model)).as_json()

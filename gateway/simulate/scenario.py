@@ -32,6 +32,9 @@ class StepCost(Part):
     per_prefill_token: Milliseconds = 0.0
     per_context_token: Milliseconds = 0.0
     """Per row and position before it that the row attends to."""
+    twice_at: int | None = Field(None, ge=0, le=2**30)
+    """At so many tokens of context a prompt's token takes twice as long as at the start, as the engine reckons when it
+    cuts chunks (0: it never does). Without: ``per_prefill_token`` ÷ ``per_context_token``."""
     calibration: str | None = None
     """A JSON file with ``step_ms: {base, per_decode, …}``; relative to the scenario's folder."""
 

@@ -29,20 +29,20 @@ class StepTime:
     per_decode: int
     per_prefill_token: int
     per_context_token: int = 0
+    told: int | None = None
+    """``StepCost.twice_at``."""
 
     @classmethod
     def of(cls, cost: StepCost) -> StepTime:
         """From figures in milliseconds."""
-        return cls(
-            *(
-                round(figure * _PS_PER_MS)
-                for figure in (cost.base, cost.per_decode, cost.per_prefill_token, cost.per_context_token)
-            )
-        )
+        figures = (cost.base, cost.per_decode, cost.per_prefill_token, cost.per_context_token)
+        return cls(*(round(figure * _PS_PER_MS) for figure in figures), told=cost.twice_at)
 
     @property
     def twice_at(self) -> int:
         """At so many tokens of context a prompt's token takes twice as long as at the start; 0: it never does."""
+        if self.told is not None:
+            return self.told
         return max(1, self.per_prefill_token // self.per_context_token) if self.per_context_token else 0
 
     def plan(self, plan: StepPlan) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from gateway.bench import load, metrics
+from gateway.bench import gap, load, metrics
 from gateway.bench.engine import waves
 from gateway.bench.load import Load, Timeline
 from gateway.bench.peers.wire import Settings
@@ -35,7 +35,7 @@ class Sizes:
     prefix_repeats: int = 3
     long_prompt: int = 2000
     long_prompts: int = 3
-    chunks: tuple[int, ...] = (2048, 512, 256)
+    chunks: tuple[int, ...] = (2048, 1024, 512, 256)
     stream: tuple[int, int] = (32, 160)
     stream_at: int = 24
     burst: int = 200
@@ -134,27 +134,28 @@ def _gap(sizes: Sizes, base: Settings, chunk: int) -> Scenario:
 
     def measure(run: Run, context: Context) -> Figures:
         run(load.uniform(f"{context.label}/warm", 2, 32, 4, context.vocab, 2))
-        work = load.interrupted(
+        found, lines = gap.measure(
+            run,
             context.label,
             context.vocab,
+            chunk,
             stream=sizes.stream,
             prompts=sizes.long_prompts,
             length=sizes.long_prompt,
             at_token=sizes.stream_at,
         )
-        lines = run(work)
-        stream, others = lines[0], lines[1:]
-        found = metrics.summarise(lines)
         return {
-            "largest_gap_ms": _ms(max(metrics.gaps(stream))),
-            "ttft_of_the_prompts_ms": _median_ttft(others),
-            "total_tokens_s": found["total_tokens_s"],
+            **asdict(found),
+            "gap_of_limit": round(found.of_limit, 4),
+            "ttft_of_the_prompts_ms": _median_ttft(lines[1:]),
+            "total_tokens_s": metrics.summarise(lines)["total_tokens_s"],
         }
 
     longest = max(sizes.long_prompt + 8, sum(sizes.stream))
     settings = _settings(base, longest, sizes.long_prompts + 1, longest + 64, max_step_tokens=chunk)
     headlines: dict[str, tuple[str, Best]] = {
         "largest_gap_ms": (f"largest gap ms, chunk {chunk}", "lower"),
+        "gap_of_limit": (f"that gap : its longest chunk + step, chunk {chunk}", "lower"),
         "total_tokens_s": (f"all tok/s meanwhile, chunk {chunk}", "higher"),
     }
     title = f"a stream while {sizes.long_prompts} prompts of {sizes.long_prompt} arrive, chunk {chunk}"

@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
-from gateway.bench import load, metrics
+from functools import partial
+
+from gateway.bench import gap, load, metrics
 from gateway.bench.render import Table
 from gateway.bench.tables.lab import Lab, Sizes
 
+COLUMNS = (
+    "chunk",
+    "largest gap ms",
+    "longest chunk ms",
+    "step ms",
+    "gap : both",
+    "first chunk ms",
+    "TTFT of the prompts s",
+    "all tok/s",
+)
+
 
 def run(lab: Lab, sizes: Sizes) -> list[Table]:
-    """The largest gap in the stream, and when the prompts got their first tokens."""
-    table = Table(
-        f"3. One stream of {sizes.stream[1]} tokens while {sizes.long_prompts} prompts of {sizes.long_prompt:,} arrive",
-        ("chunk", "largest gap ms", "ITL p50 ms", "TTFT of the prompts s", "all tok/s", "longest step ms"),
-    )
-    room = lab.blocks((sizes.long_prompts + 1) * (sizes.long_prompt + sizes.stream[1] + 64))
+    """The largest gap in the stream beside one chunk's time and a step's, and when the prompts got first tokens."""
+    prompts, length = sizes.long_prompts, sizes.long_prompt
+    table = Table(f"3. One stream of {sizes.stream[1]} tokens while {prompts} prompts of {length:,} arrive", COLUMNS)
+    room = lab.blocks((prompts + 1) * (length + sizes.stream[1] + 64))
     for chunk in sizes.chunks:
         with lab.engine(max_step_tokens=chunk, max_running=8, blocks=room, prefix_cache=False) as engine:
             lab.run(engine, "warm up", load.uniform(f"{lab.seed}/t3/warm/{chunk}", 2, 64, 4, engine.vocab, 2))
-            work = load.interrupted(
+            found, lines = gap.measure(
+                partial(lab.run, engine, f"chunk {chunk}"),
                 f"{lab.seed}/t3/{chunk}",
                 engine.vocab,
+                chunk,
                 stream=sizes.stream,
-                prompts=sizes.long_prompts,
-                length=sizes.long_prompt,
+                prompts=prompts,
+                length=length,
                 at_token=sizes.stream_at,
             )
-            stream, *others = lab.run(engine, f"chunk {chunk}", work)
-            steps = engine.steps.figures()
-        gaps = metrics.gaps(stream)
-        first = [value for line in others if (value := metrics.ttft(line)) is not None]
+        first = [value for line in lines[1:] if (value := metrics.ttft(line)) is not None]
         table.add(
             str(chunk),
-            max(gaps) * 1e3,
-            (metrics.percentile(gaps, 0.5) or 0.0) * 1e3,
+            found.largest_gap_ms,
+            found.longest_chunk_ms,
+            found.step_ms,
+            found.of_limit,
+            found.first_chunk_ms,
             ", ".join(f"{value:.2f}" for value in first),
-            metrics.summarise([stream, *others])["total_tokens_s"],
-            steps["step_max_ms"],
+            metrics.summarise(lines)["total_tokens_s"],
         )
+    table.notes = [
+        f"Longest chunk: the longest step of such a prompt alone; first chunk: a prompt as long as the chunk, alone "
+        f"(medians of {gap.ALONE}). Step: the stream's median gap before the prompts came."
+    ]
     return [table]

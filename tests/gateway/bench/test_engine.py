@@ -105,6 +105,7 @@ def test_the_command_writes_the_report(config_file: Path, tmp_path: Path) -> Non
         assert versions[key], key
     assert data["sizes"]["peak_rss_bytes"] > data["sizes"]["weight_bytes"] > 0
     assert "out tok/s" in done.stdout
+    assert all(f"{run['bookkeeping_share']:.2%}" in done.stdout for run in data["runs"])
     assert (plots / "output_tokens_s.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -95,3 +95,20 @@ def test_waiting_for_a_token_that_never_comes_is_an_error() -> None:
 def test_a_load_that_cannot_be_run_is_refused(work: Load, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pump.run(OneEach(), work)
+
+
+def test_the_longest_step_is_of_what_was_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other each has its own steps; together they have the same ones. The clock only goes in steps."""
+    clock = [0.0]
+    took = iter([3.0, 1.0, 1.0, 2.0, 5.0, 1.0])
+
+    class Timed(OneEach):
+        def step(self) -> list[News]:
+            clock[0] += next(took)
+            return super().step()
+
+    monkeypatch.setattr(pump.time, "perf_counter", lambda: clock[0])
+    lines = pump.run(Timed(), load.uniform("u", 2, 4, 2, VOCAB, 1))
+    assert [line.longest_step for line in lines] == [3.0, 2.0]
+    lines = pump.run(Timed(), load.uniform("u", 2, 4, 2, VOCAB, None))
+    assert [line.longest_step for line in lines] == [5.0, 5.0]

@@ -59,6 +59,16 @@ def test_attended_positions_cost_time_where_they_are_priced(tmp_path: Path) -> N
     assert list(run.ledger.accounts[0].latencies) == pytest.approx([(20 + 15 + 16 + 17) / 1000])
 
 
+@pytest.mark.parametrize(("twice_at", "chunks"), [(0, (63, 37)), (20, (63, 32, 5))])
+def test_chunks_are_cut_as_the_engine_cuts_them(tmp_path: Path, twice_at: int, chunks: tuple[int, ...]) -> None:
+    """By the model's shape where that is told, and not by what positions cost. From 26 ms on, each beside a decode."""
+    steps = {"base": 10, "per_decode": 1, "per_prefill_token": 0.5, "per_context_token": 0, "twice_at": twice_at}
+    tenants = tenant("a", burst(1)), tenant("b", burst(1, 0.005), prompt=100)
+    run = simulate(make(tmp_path, *tenants, drain=True, workers={"step_ms": steps}))
+    waited = 0.021 + sum(0.011 + 0.0005 * rows for rows in chunks)
+    assert list(run.ledger.accounts[1].ttfts) == pytest.approx([waited])
+
+
 def test_two_workers_share_the_work(tmp_path: Path) -> None:
     alone = simulate(make(tmp_path, tenant("a", burst(40)), drain=True))
     both = simulate(make(tmp_path, tenant("a", burst(40)), drain=True, workers={"count": 2}))

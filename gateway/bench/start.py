@@ -1,0 +1,137 @@
+"""``bench start``: how long a worker takes from its start until it is ready, and the most memory that it ever holds.
+
+Rules
+- A worker as the gateway starts one: a process of its own (``workers/launchers/local.py``), ready when it has greeted.
+- The memory is what the system says that the process held at most, after as many requests at once as ``running`` says.
+  Weights and cache are as it greeted with; all else is torch, code and a step's buffers. Told where all three lie in
+  the process's memory: on a CPU.
+- Every round has a process of its own. The first one of a machine compiles the kernel, and may wait for its disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gateway.bench import load
+from gateway.bench.display import Display
+from gateway.bench.render import Table
+from gateway.bench.report import BenchError, Report, machine, model_versions, software
+from gateway.bench.target import Target
+from workers.launchers.base import LaunchContext, LaunchError, WorkerSpec
+from workers.launchers.local import LocalLauncher
+from workers.protocol import Generate, Hello, SamplingParams, StepOutputs, Up
+from workers.rpc.client import WorkerClient
+from workers.rpc.wire import SessionError
+
+MIB = 2**20
+MOST_S = 900.0
+"""Of a round: a kernel may have to be compiled, and a large model takes its time."""
+_STOP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests at once after the start, and their tokens."""
+
+    running: int = 64
+    input: int = 512
+    output: int = 16
+
+
+def start_report(target: Target, work: Load, rounds: int, display: Display) -> Report:
+    """Start a worker ``rounds`` times. Raises BenchError."""
+    from workers.model.config import read_config
+
+    files = target.files()  # what is fetched only once is no part of a start
+    vocab = read_config(files.dir).vocab
+    versions = {**software(), **model_versions(target.source, files), "machine": machine()}
+    parameters = {"running": work.running, "input": work.input, "output": work.output}
+    report = Report("start", versions, {**parameters, "rounds": rounds, "engine": target.engine.model_dump()})
+    for number in range(rounds):
+        with display.task(f"round {number + 1}/{rounds}: start a worker, {work.running} requests"):
+            report.runs.append({"round": number + 1, **asyncio.run(_round(target, work, vocab))})
+    return report
+
+
+def start_table(report: Report) -> Table:
+    """One line per round; memory in MiB."""
+    columns = ("round", "ready s", "first answers s", "weights", "KV cache", "most held", "all else")
+    table = Table("worker's start, and its memory in MiB", columns)
+    for run in report.runs:
+        sizes = [run[key] for key in ("weight_bytes", "kv_bytes", "peak_rss_bytes", "rest_bytes")]
+        held = (None if size is None else size / MIB for size in sizes)
+        table.add(str(run["round"]), run["ready_s"], run["answered_s"], *held)
+    table.notes = ["Ready: from the start of its process. First answers: until all requests sent then have ended."]
+    return table
+
+
+async def _round(target: Target, work: Load, vocab: int) -> dict[str, Any]:
+    began = time.perf_counter()
+    spec = WorkerSpec("bench-0", 0, "measured", target.source, target.engine, str(target.base_dir))
+    try:
+        process = await LocalLauncher(LaunchContext()).start(spec)
+    except LaunchError as error:
+        raise BenchError(str(error)) from None
+    client = WorkerClient(process.address, process.secret)
+    try:
+        async with asyncio.timeout(MOST_S):
+            await client.connect(MOST_S)
+            messages = aiter(client)
+            hello = await anext(messages, None)
+            ready = time.perf_counter()
+            if not isinstance(hello, Hello):
+                raise BenchError(f"the worker ended before it was ready:\n{(await process.wait()).last_words}")
+            await _answers(client, messages, work, hello, vocab)
+            answered = time.perf_counter()
+        peak = _peak(hello.pid)
+    except SessionError as error:
+        raise BenchError(f"the worker ended: {error}") from None
+    except TimeoutError:
+        raise BenchError(f"the worker was not ready, or did not answer, within {MOST_S:g} s") from None
+    finally:
+        await client.close()
+        await process.stop(_STOP_S)
+    kv = hello.blocks // max(1, len(hello.keeps)) * hello.block_size * hello.kv_bytes_per_token
+    return {
+        "ready_s": round(ready - began, 3),
+        "answered_s": round(answered - ready, 3),
+        "device": hello.device,
+        "weight_bytes": hello.weight_bytes,
+        "kv_bytes": kv,
+        "peak_rss_bytes": peak,
+        "rest_bytes": peak - hello.weight_bytes - kv if peak is not None and hello.device == "cpu" else None,
+    }
+
+
+async def _answers(client: WorkerClient, messages: AsyncIterator[Up], work: Load, hello: Hello, vocab: int) -> None:
+    """Send all requests at once and wait for their ends. Raises BenchError when one is refused, or the worker goes."""
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    for index in range(work.running):
+        tokens = list(load.prompt(f"start/{index}", work.input, vocab))
+        client.send(Generate(str(index), tokens, work.output, params, scope=b"bench", tenant_key="bench"))
+    left = work.running
+    while left:
+        message = await anext(messages, None)
+        if message is None:
+            raise BenchError(f"the worker ended with {left} requests under way")
+        for output in message.outputs if isinstance(message, StepOutputs) else ():
+            if output.finish == "error":
+                raise BenchError(
+                    f"the worker refused {work.input} + {work.output} tokens ({output.error}): its context has "
+                    f"{hello.max_context}, its cache room for {hello.longest}; ask for less --input or --output"
+                )
+            left -= output.finish is not None
+
+
+def _peak(pid: int) -> int | None:
+    """Most bytes that a process ever held; None where the system does not say."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)
