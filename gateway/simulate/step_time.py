@@ -35,8 +35,11 @@ class StepTime:
     @classmethod
     def of(cls, cost: StepCost) -> StepTime:
         """From figures in milliseconds."""
-        figures = (cost.base, cost.per_decode, cost.per_prefill_token, cost.per_context_token)
-        return cls(*(round(figure * _PS_PER_MS) for figure in figures), told=cost.twice_at)
+        base, decode, token, position = (
+            round(figure * _PS_PER_MS)
+            for figure in (cost.base, cost.per_decode, cost.per_prefill_token, cost.per_context_token)
+        )
+        return cls(base, decode, token, position, cost.twice_at)
 
     @property
     def twice_at(self) -> int:
