@@ -23,6 +23,8 @@ from workers.config import EngineConfig, kv_bytes_per_token
 from workers.model_store import ModelStoreError, find
 
 _GLOB = frozenset("*?[")
+HANDED_OVER = ("block_size", "kv_dtype", "weight_dtype")
+"""Settings of which two workers must have the same, or no block of one is any use to the other."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -178,14 +180,17 @@ def _outliving(settings: Settings) -> Iterator[Mistake]:
 
 
 def _roles(settings: Settings) -> Iterator[Mistake]:
-    """Prefill workers without anybody to compute for, and waits that a watchdog would end."""
+    """Prefill workers without anybody to compute for, decode workers for whom nobody does, and waits that a watchdog
+    would end."""
     for i, model in enumerate(settings.models):
         if all(pool.engine.role == "prefill" for pool in model.pools):
             yield Mistake(
                 ("models", i, "pools"),
                 f"every pool of {model.name!r} has engine.role: prefill, and nobody would answer requests; give it a "
-                "pool with role: decode (or both)",
+                "pool with role: decode",
             )
+        elif not any(pool.launch.use == "static" for pool in model.pools):  # whose roles only their workers know
+            yield from _unpaired(i, model)
         for j, pool in enumerate(model.pools):
             wait_s = pool.engine.transfer.timeout_s
             if pool.engine.role == "decode" and wait_s >= settings.timeouts.step_stall_s:
@@ -194,6 +199,34 @@ def _roles(settings: Settings) -> Iterator[Mistake]:
                     f"{wait_s:g} is not less than timeouts.step_stall_s ({settings.timeouts.step_stall_s:g}): a worker "
                     "that waits so long for blocks would pass for stalled; lower it",
                 )
+
+
+def _unpaired(i: int, model: Model) -> Iterator[Mistake]:
+    """Pools that would hand prompts over, or take them, and find nobody to do so with."""
+    for j, pool in enumerate(model.pools):
+        role = pool.engine.role
+        if role == "both":
+            continue
+        other, what = ("decode", "computes prompts for") if role == "prefill" else ("prefill", "takes prompts from")
+        place: Place = ("models", i, "pools", j, "engine")
+        others = [one.engine for one in model.pools if one.engine.role == other]
+        if not others:
+            yield Mistake(
+                (*place, "role"),
+                f"{role} {what} pools with role: {other}, and {model.name!r} has none; add one, or write role: both",
+            )
+        elif unequal := next((name for name in HANDED_OVER if _none_like(pool.engine, others, name)), None):
+            there = " and ".join(sorted({str(getattr(one, unequal)) for one in others}))
+            yield Mistake(
+                (*place, unequal),
+                f"{getattr(pool.engine, unequal)} here and {there} where the role is {other}: blocks are handed over "
+                "between equal settings only; write the same in both",
+            )
+
+
+def _none_like(engine: EngineConfig, others: Iterable[EngineConfig], name: str) -> bool:
+    value = getattr(engine, name)
+    return all(getattr(one, name) != value for one in others)
 
 
 def _cache(directory: Path, engine: EngineConfig, model: Model) -> str | None:

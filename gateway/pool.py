@@ -93,6 +93,7 @@ class Pool:
                     base_dir=base_dir,
                     env=dict(worker_env or {}),
                     architectures=dict(architectures or {}),
+                    place=f"models[{model}].pools[{config.name}]",
                 ),
                 launcher,
                 _Notifying(listener, self._changed),

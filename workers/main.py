@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from workers import heap, host, lifeline, log
 from workers.config import MEAN_REQUEST_TOKENS
+from workers.engine.loop import is_out_of_memory
 from workers.grammar import Vocabulary
 from workers.grammar_desk import GrammarDesk
 from workers.model_store import ModelFiles, resolve
@@ -69,7 +70,7 @@ def run(options: WorkerOptions) -> int:
     try:
         chosen = host.settle(options.engine)
     except ValueError as error:
-        logger.error("worker_start_failed", source=options.source, detail=str(error))
+        logger.error("worker_start_failed", source=options.source, detail=options.placed(error))
         return 1
     return asyncio.run(_run(options, chosen))
 
@@ -112,8 +113,8 @@ async def _work(station: Station, options: WorkerOptions, stop: asyncio.Event) -
         logger.info("worker_ready", worker=options.name, model=options.model, metrics_port=hello.metrics_port)
         return await _serve(station, stop, options.drain_s)
     except (LoadError, OSError, ValueError) as error:
-        logger.error("worker_start_failed", source=options.source, detail=str(error))
-        await station.server.refuse(str(error))
+        logger.error("worker_start_failed", source=options.source, detail=options.placed(error))
+        await station.server.refuse(options.placed(error))
         return 1
 
 
@@ -172,6 +173,11 @@ async def _load(options: WorkerOptions) -> ServedModel:
         raise
     except Exception as error:
         logger.error("model_load_failed", exc_info=error)
+        if is_out_of_memory(error):
+            raise LoadError(
+                f"engine.kv_cache={options.engine.kv_cache}: the model does not fit in memory beside it; lower it, "
+                "write engine.weight_dtype: int8 or int4, or take a smaller model"
+            ) from error
         raise LoadError(f"loading failed with {type(error).__name__}; the log line before has the place") from error
 
 

@@ -17,6 +17,7 @@ from typing import Annotated, BinaryIO, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from workers.config import EngineConfig
+from workers.model_store import ModelStoreError
 from workers.rpc.tls import TlsFiles
 
 MAX_SPEC_LINE = 2**20
@@ -48,6 +49,8 @@ class WorkerOptions(BaseModel):
     engine: EngineConfig = EngineConfig()
     drain_s: float = Field(30.0, ge=0)
     """How long SIGTERM waits for running requests."""
+    place: str = ""
+    """Of its pool in the gateway's YAML (``WorkerSpec.place``)."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(0, ge=0, le=65535)
     """0 picks a free port; it is in the log and in Hello."""
@@ -60,6 +63,18 @@ class WorkerOptions(BaseModel):
         if any(given) and self.address.startswith("unix:"):
             raise ValueError("a UNIX socket takes no TLS: leave --tls-cert, --tls-key and --tls-ca out")
         return self
+
+    def placed(self, error: Exception) -> str:
+        """Its text for the operator, behind the place in the YAML of what it is about.
+
+        What is wrong with a setting begins with its key, ``engine.…``; what a model's files lack, with anything else.
+        """
+        text = str(error)
+        if self.place and text.startswith("engine."):
+            return f"{self.place}.{text}"
+        if self.place and isinstance(error, ModelStoreError):
+            return f"{self.place.rpartition('.pools[')[0]}.source: {text}"
+        return text
 
     @property
     def tls_files(self) -> TlsFiles | None:

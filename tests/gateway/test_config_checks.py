@@ -25,6 +25,14 @@ FILE: dict[str, Any] = {
 }
 SMALL = FILE["models"][0]
 US = {"region": "us"}
+
+
+def apart(*engines: dict[str, Any], **pool: Any) -> dict[str, Any]:
+    """A model of one pool for each of the engines."""
+    pools = [{**POOL, "name": f"p{i}", "engine": engine, **pool} for i, engine in enumerate(engines)]
+    return {"models": [{**SMALL, "pools": pools}]}
+
+
 OUTSIDE = {"name": "p", "labels": {"region": "eu", "external": "true"}}
 
 
@@ -54,9 +62,19 @@ def found(changes: dict[str, Any]) -> dict[str, str]:
             "every pool of 'small' has engine.role: prefill",
         ),
         (
-            {"models": [{**SMALL, "pools": [{**POOL, "engine": {"role": "decode", "transfer": {"timeout_s": 30}}}]}]},
+            apart({"role": "decode", "transfer": {"timeout_s": 30}}, {"role": "prefill"}),
             "models.0.pools.0.engine.transfer.timeout_s",
             "30 is not less than timeouts.step_stall_s (30)",
+        ),
+        (
+            apart({"role": "decode"}, {}),
+            "models.0.pools.0.engine.role",
+            "decode takes prompts from pools with role: prefill, and 'small' has none; add one, or write role: both",
+        ),
+        (
+            apart({}, {"role": "prefill"}),
+            "models.0.pools.1.engine.role",
+            "prefill computes prompts for pools with role: decode, and 'small' has none",
         ),
         ({"tenant_defaults": {"models": ["x"]}}, "tenant_defaults.models.0", "no model 'x'"),
         ({"tenants": [{"id": "a", "classes": ["bulk"]}]}, "tenants.0.classes.0", "no class 'bulk'"),
@@ -101,11 +119,28 @@ def test_what_cannot_work_is_named(changes: dict[str, Any], path: str, words: st
         {"models": [{**SMALL, "pools": [OUTSIDE, {**POOL, "name": "q"}]}]},
         {"timeouts": {"total_s": 60}},
         {"timeouts": {"total_s": 1000}, "policies": {"quota": {"use": "token_bucket", "with": {"lease_s": 1000}}}},
+        apart({"role": "prefill"}, {}, {"role": "decode"}),
+        apart(
+            {"role": "decode", "kv_dtype": "int8"},
+            {"role": "prefill"},
+            {"role": "prefill", "kv_dtype": "int8"},
+            {"role": "decode"},
+        ),
+        apart({"role": "decode"}, launch={"use": "static", "addresses": ["unix:/w"]}),  # its workers have their own
     ],
-    ids=range(7),
+    ids=range(10),
 )
 def test_what_works_is_not_complained_about(changes: dict[str, Any]) -> None:
     assert found(changes) == {}
+
+
+def test_workers_that_cannot_hand_blocks_over_are_named_on_both_sides() -> None:
+    mistakes = found(apart({"role": "decode", "block_size": 32}, {"role": "prefill"}, {}))
+    assert mistakes == {
+        f"models.0.pools.{j}.engine.block_size": f"{here} here and {there} where the role is {other}: blocks are "
+        "handed over between equal settings only; write the same in both"
+        for j, here, there, other in ((0, 32, 16, "prefill"), (1, 16, 32, "decode"))
+    }
 
 
 def checked(folder: Path, **model: Any) -> list[str]:

@@ -56,6 +56,8 @@ class WorkerSpec:
     """Added to the environment of a process that is ours (``OTEL_*``: where its spans go)."""
     architectures: Mapping[str, str] = field(default_factory=dict)
     """Model architectures that are registered, as ``module:attribute``: also those that plugins brought."""
+    place: str = ""
+    """Of its pool in the YAML, ``models[NAME].pools[NAME]``: what refuses to start says where the mistake is."""
 
 
 @dataclass(frozen=True, slots=True)

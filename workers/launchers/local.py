@@ -90,7 +90,7 @@ class LocalLauncher:
         try:
             return {**env, **preload(spec.engine.allocator, env)}
         except ValueError as error:
-            raise LaunchError(str(error)) from None
+            raise LaunchError(f"{spec.place}.{error}" if spec.place else str(error)) from None
 
 
 def spec_line(spec: WorkerSpec, address: str, secret: str | None, parent_pid: int | None) -> bytes:
@@ -107,6 +107,7 @@ def spec_line(spec: WorkerSpec, address: str, secret: str | None, parent_pid: in
                 "engine": spec.engine.model_dump(mode="json"),
                 "base_dir": spec.base_dir,
                 "architectures": dict(spec.architectures),
+                "place": spec.place,
             }
         )
         + b"\n"

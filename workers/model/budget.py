@@ -123,8 +123,8 @@ def divide(
     if made.short and device.type == "cuda":
         figures = ", ".join(f"{name} {value:,}" for name, value in made.figures().items() if name != "left")
         raise KvCacheSizeError(
-            f"the plan exceeds the memory of {device} by {made.short:,} bytes ({figures}); lower engine.kv_cache or "
-            "write auto, lower engine.max_step_tokens, or take a smaller model"
+            f"engine.kv_cache={engine.kv_cache}: the plan exceeds the memory of {device} by {made.short:,} bytes "
+            f"({figures}); lower it or write auto, lower engine.max_step_tokens, or take a smaller model"
         )
     return made
 

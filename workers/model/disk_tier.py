@@ -40,7 +40,7 @@ class DiskTier:
         self.block_bytes = block_bytes
         if not self.files:
             raise ValueError(
-                f"engine.tiers: kind disk with size {size} holds no block of {block_bytes} bytes; give it more"
+                f"engine.tiers[1].size={size} holds no block of {block_bytes} bytes on the disk; give it that or more"
             )
         self._parent = path
         self._fingerprint = fingerprint

@@ -77,7 +77,7 @@ class AdapterFitter:
             try:
                 refused = made.install(self.read(adapter.name, adapter.source))
             except AdapterError as error:
-                raise AdapterError(f"engine.adapters.{i} ({adapter.name}): {error}") from error
+                raise AdapterError(f"engine.adapters[{i}] ({adapter.name}): {error}") from error
             if refused is not None:
-                raise AdapterError(f"engine.adapters.{i}: {refused}")
+                raise AdapterError(f"engine.adapters[{i}] ({adapter.name}): {refused}")
         return made

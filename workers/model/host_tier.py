@@ -52,13 +52,13 @@ class HostTier:
         self.block_bytes = block_bytes
         if self.slots < 2:
             raise ValueError(
-                f"engine.tiers: kind host with size {size} holds {self.slots} blocks of {block_bytes} bytes; at "
+                f"engine.tiers[0].size={size} holds {self.slots} blocks of {block_bytes} bytes in host memory; at "
                 f"least 2 are needed, so give it {2 * block_bytes} bytes or more"
             )
         try:
             memory = mmap.mmap(-1, self.slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
-            raise ValueError(f"engine.tiers: kind host with size {size} does not fit in memory; lower it") from error
+            raise ValueError(f"engine.tiers[0].size={size} does not fit in host memory; lower it") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = memoryview(memory)

@@ -49,6 +49,14 @@ def block_count(engine: EngineConfig, bytes_per_token: int, left: int = 0) -> in
     return blocks
 
 
+def no_room(blocks: int, size: int, where: str) -> str:
+    """What to say of a cache of ``size`` bytes that the memory has not."""
+    return (
+        f"engine.kv_cache: {blocks} blocks of keys and values ({size} bytes) do not fit {where}; lower it, or "
+        "engine.blocks where that is set"
+    )
+
+
 class KvCache:
     """The worker's keys and values, zero at first."""
 
@@ -79,10 +87,7 @@ class KvCache:
                 (self.tables.depth, 2, blocks + scratch, block_size, *row), dtype=held, device=device
             )
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            raise KvCacheSizeError(
-                f"{blocks} blocks of keys and values ({blocks * block_size * self.bytes_per_token} bytes) do not fit "
-                f"on {device}; lower engine.kv_cache or engine.blocks"
-            ) from error
+            raise KvCacheSizeError(no_room(blocks, blocks * self.block_bytes, f"on {device}")) from error
         rows = self.data.view(self.tables.depth, 2, (blocks + scratch) * block_size, -1)
         self._rows = [(rows[place, 0], rows[place, 1]) for _, place in self.tables.places]
 

@@ -158,7 +158,10 @@ def load(
         opened = as_it_lies(files, cache) if engine.weight_dtype == "gguf" else SafetensorsSource(files.dir)
     max_context = min(engine.max_context or config.max_context, config.max_context)
     if engine.max_context and engine.max_context > config.max_context:
-        raise ValueError(f"engine.max_context={engine.max_context} exceeds the model's own limit {config.max_context}")
+        raise ValueError(
+            f"engine.max_context={engine.max_context} exceeds the model's own limit {config.max_context}: lower it or "
+            "leave it out"
+        )
     if engine.adapter_room:
         reject_adapters(engine, config, architectures)
     draft = Draft.find(engine, files.dir, config, base_dir=base_dir, cache=cache, progress=progress)
@@ -366,7 +369,9 @@ def pick_device(wanted: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(wanted)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"engine.device={wanted} is not there: {torch.cuda.device_count()} CUDA devices found")
+        raise ValueError(
+            f"engine.device={wanted} is not there: {torch.cuda.device_count()} CUDA devices found; write auto or cpu"
+        )
     return device
 
 

@@ -94,6 +94,6 @@ def open_store(
         try:
             path = asked.folder(base_dir)
         except ValueError as error:
-            raise ValueError(f"engine.tiers: {error}") from None
+            raise ValueError(f"engine.tiers[{config.tiers.index(asked)}].path: {error}") from None
         disk = DiskTier(path, asked.size, host.block_bytes, fingerprint, asked.max_age_s)
     return Store(host, disk)

@@ -378,5 +378,5 @@ def test_killed_while_it_writes(disk: Callable[..., Disk], tmp_path: Path) -> No
 
 
 def test_a_disk_that_holds_no_block_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"kind disk with size 10 holds no block of 1000 bytes"):
+    with pytest.raises(ValueError, match=r"size=10 holds no block of 1000 bytes"):
         DiskTier(tmp_path, 10, SIZE, PRINT, 1.0)

@@ -11,10 +11,11 @@ import shutil
 import time
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+from gateway.choices import ChoiceStream
 from gateway.grammars import json_text
 from tests.workers.model import tiny
 from tests.workers.model.harness import GREEDY, Bench
@@ -27,9 +28,10 @@ from workers.model.draft import DraftRunner
 from workers.model.loading import LoadedModel, load
 from workers.model.native.runner import NativeRunner
 from workers.model.runner import TorchRunner
-from workers.protocol import Generate, Purge, SamplingParams
+from workers.protocol import Cancel, Generate, Purge, SamplingParams, StepOutputs
 from workers.tokenizer import Tokenizer
 
+B = TypeVar("B", bound=Bench)
 SHARED = [(7 * place * place) % 200 for place in range(33)]
 PROMPTS = [[*SHARED[: 20 + 3 * own], 210 + own, 7, 9 + own] for own in range(5)]
 
@@ -58,9 +60,12 @@ def engine(draft: Path | None, attention: str = "native", **changes: Any) -> Eng
     return EngineConfig(**{**fields, **changes})
 
 
-def bench(source: Path, config: EngineConfig, loaded: LoadedModel | None = None) -> Bench:
+def bench(source: Path, config: EngineConfig) -> Bench:
+    return guessing(Bench(source, config))
+
+
+def guessing(made: B) -> B:
     """By its clocks rows cost nothing and guesses next to nothing, so that guesses are always made."""
-    made = Bench(source, config, loaded)
     made.engine._clock = count(step=1000).__next__
     runner = made.model.runner
     if isinstance(runner, DraftRunner):
@@ -173,6 +178,44 @@ def test_guesses_are_held_against_the_grammar(folders: dict[str, Path]) -> None:
     assert texts[0] == texts[1]
     assert all(re.fullmatch('"[A-Za-z]{20,30}"', text) for text in texts[0])
     assert drafts == [(True, True), (False, False)]
+
+
+class Cutting(Bench):
+    """Reads answers as the gateway does: one that comes to its stop string is cancelled, whatever is under way."""
+
+    def read(self, tokenizer: Tokenizer, stops: dict[str, str]) -> dict[str, tuple[str, int]]:
+        """Text and billed tokens of the requests ``stops`` names, after they ran together."""
+        self.streams = {name: ChoiceStream(tokenizer.decoder(), stops=(stop,)) for name, stop in stops.items()}
+        self.texts = dict.fromkeys(stops, "")
+        self.done.clear()
+        self.run(one for one in requests() if one.id in stops)
+        return {name: (self.texts[name], stream.billed) for name, stream in self.streams.items()}
+
+    def _take(self, news: StepOutputs) -> None:
+        super()._take(news)
+        for output in news.outputs:
+            delta = self.streams[output.id].take(output)
+            self.texts[output.id] += delta.text
+            if delta.stopped:
+                self.engine.submit(Cancel(output.id))
+
+
+def test_stop_strings_end_answers_within_runs_of_guesses(folders: dict[str, Path]) -> None:
+    """The same text and the same bill; what was guessed beyond the stop leaves nothing behind in either cache."""
+    tokenizer = Tokenizer.load(folders["model"])
+    free = {request.id: "no such text" for request in requests()}
+    plain = Cutting(folders["model"], engine(None))
+    whole = {name: text for name, (text, _) in plain.read(tokenizer, free).items()}
+    stops = {name: text[at : at + 2] for at, (name, text) in zip((9, 12, 15, 18, 21), whole.items(), strict=True)}
+    wanted = plain.read(tokenizer, stops)
+    for draft in (folders["model"], folders["near"]):
+        made = guessing(Cutting(folders["model"], engine(draft, blocks=24)))
+        assert made.read(tokenizer, stops) == wanted
+        assert {name: text for name, (text, _) in made.read(tokenizer, free).items()} == whole
+        stats = made.engine.planner.stats()
+        assert stats.drafts_accepted > 30
+        assert (stats.drafts_rejected == 0) == (draft == folders["model"])
+    assert all(stop not in wanted[name][0] and wanted[name][1] < 40 for name, stop in stops.items())
 
 
 def vocabulary_text(folder: Path, tokens: list[int]) -> str:

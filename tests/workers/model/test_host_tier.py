@@ -48,7 +48,7 @@ def test_a_plan_that_moves_blocks_needs_a_tier() -> None:
 
 
 def test_too_little_memory_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"size 100 holds 1 blocks of 64 bytes; at least 2 .* give it 128 bytes"):
+    with pytest.raises(ValueError, match=r"size=100 holds 1 blocks of 64 bytes .*; at least 2 .* give it 128 bytes"):
         HostTier(100, 64)
-    with pytest.raises(ValueError, match="does not fit in memory; lower it"):
+    with pytest.raises(ValueError, match="does not fit in host memory; lower it"):
         HostTier(2**60, 64)

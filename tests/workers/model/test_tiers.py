@@ -187,9 +187,9 @@ def test_a_failed_step_leaves_nothing_wrong_below(source: Path) -> None:
 
 
 def test_a_tier_that_cannot_be_is_refused_at_the_start(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"engine\.tiers: kind host with size 1024 holds 0 blocks of \d+ bytes"):
+    with pytest.raises(ValueError, match=r"engine\.tiers\[0\]\.size=1024 holds 0 blocks of \d+ bytes"):
         bench(source, host="1KiB")
-    with pytest.raises(ValueError, match=r"kind disk with size 10 holds no block"):
+    with pytest.raises(ValueError, match=r"engine\.tiers\[1\]\.size=10 holds no block"):
         Bench(
             source,
             EngineConfig(

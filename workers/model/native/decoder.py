@@ -19,7 +19,7 @@ from torch import Tensor
 from workers.config import kv_bytes_per_token
 from workers.model import rope
 from workers.model.config import ModelConfig
-from workers.model.kv_cache import KvCacheSizeError, check_saved
+from workers.model.kv_cache import KvCacheSizeError, check_saved, no_room
 from workers.model.kv_tables import KvTables, one_table
 from workers.model.native import pack
 from workers.model.native.abi import Layer, Linear, Model, Step, make
@@ -89,10 +89,7 @@ class NativeCache:
         try:
             flat = pack.buffer(depth * blocks * per_block, held)
         except (OSError, ValueError, OverflowError) as error:
-            raise KvCacheSizeError(
-                f"{blocks} blocks of keys and values ({blocks * block_size * self.bytes_per_token} bytes) do not fit "
-                "in memory; lower engine.kv_cache or engine.blocks"
-            ) from error
+            raise KvCacheSizeError(no_room(blocks, blocks * self.block_bytes, "in memory")) from error
         self.data = flat.view(depth, blocks, per_block)
 
     def zero(self, blocks: list[int]) -> None:

@@ -14,6 +14,7 @@ from workers.model.budget import Beside, Budget, divide
 from workers.model.config import ModelConfig
 from workers.model.kv_cache import KvCache, block_count, make_cache
 from workers.model.parallel.group import Group
+from workers.model.parallel.ranks import SETTINGS
 from workers.model.parallel.shards import ShardSource
 from workers.model.parallel.split import Split, SplitError
 from workers.model.quant.choice import rounding_at
@@ -127,8 +128,5 @@ def decoder_class(config: ModelConfig, target: str) -> type:
     """The decoder's class, if it can be split. Raises SplitError, ModelStoreError."""
     made: type = architecture(config.architecture, {config.architecture: target})
     if not getattr(made, "splits", False):
-        raise SplitError(
-            f"engine.tensor_parallel and pipeline_parallel: {config.architecture} runs on one device only; leave them "
-            "out"
-        )
+        raise SplitError(f"{SETTINGS}: {config.architecture} runs on one device only; leave them out")
     return made

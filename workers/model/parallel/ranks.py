@@ -29,6 +29,8 @@ from workers.model.parallel import messages
 from workers.model.parallel.messages import Channel, Down, Failed, Up
 
 A = TypeVar("A", bound=Up)
+SETTINGS = "engine.tensor_parallel and pipeline_parallel"
+"""What an error of several devices is about, where it is about nothing smaller."""
 END_S = 2.0
 """A rank that has not ended so many seconds after it was let go is killed."""
 POLL_S = 0.1
@@ -186,8 +188,10 @@ class Ranks:
         said: Up | None = channel.up()
         if isinstance(said, kind):
             return said
+        if isinstance(said, Failed) and said.error.startswith("engine."):
+            raise ValueError(f"{said.error} (says rank {rank})")
         why = said.error if isinstance(said, Failed) else "it ended while it started; the log lines before say why"
-        raise ValueError(f"rank {rank} of several devices: {why}")
+        raise ValueError(f"{SETTINGS}: rank {rank}: {why}")
 
 
 def _end(keeper: _Keeper, last: list[Callable[[], None]], folder: Path) -> None:

@@ -26,7 +26,7 @@ from workers.model.kv_cache import KvCache, check_saved
 from workers.model.parallel import part
 from workers.model.parallel.group import Group
 from workers.model.parallel.messages import Begin, Copy, Forward, Ready, Restore, Room, Save, Setup, Zero
-from workers.model.parallel.ranks import Ranks
+from workers.model.parallel.ranks import SETTINGS, Ranks
 from workers.model.parallel.seams import Seams
 from workers.model.parallel.split import Split
 from workers.model.runner import Decoder, TorchRunner
@@ -192,7 +192,7 @@ def spread(
     except BaseException as error:
         ranks.close()
         if isinstance(error, RunnerGoneError):
-            raise ValueError(f"several devices: {error}") from error
+            raise ValueError(f"{SETTINGS}: {error}") from error
         raise
     seams = Seams.of(made.cache, split.part, config.layers, split.width, split.stages)
     assert seams.sizes == [made.cache.block_bytes, *(one.block_bytes for one in ready)]

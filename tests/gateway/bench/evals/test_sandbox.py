@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from gateway.bench.evals import problems, seccomp
+from gateway.bench.evals import landlock, problems, seccomp
 from gateway.bench.evals.sandbox import passes
 
 SOLUTIONS = (
@@ -38,6 +39,10 @@ def test_printing_is_harmless() -> None:
     assert passes("for number in range(1000):\n    print('x' * 1000)")
 
 
+DISGUISED = "import os; Disguised = type('Disguised', (str,), {'__str__': lambda _: os.__file__})"
+"""A path that says it was another when somebody asks."""
+
+
 def test_files_are_out_of_reach(tmp_path: Path) -> None:
     """Neither read nor written, by whatever road."""
     target = tmp_path / "made"
@@ -52,6 +57,13 @@ def test_files_are_out_of_reach(tmp_path: Path) -> None:
         f"import os; os.remove({str(secret)!r})",
         "import os; os.listdir('/')",
         f"import pathlib; pathlib.Path({str(target)!r}).write_text('x')",
+        f"{DISGUISED}; open(Disguised({str(secret)!r}))",
+        f"{DISGUISED}; os.open(Disguised({str(secret)!r}), os.O_RDONLY)",
+        f"{DISGUISED}; os.listdir(Disguised('/'))",
+        f"{DISGUISED}; import builtins; builtins.str = lambda *_: Disguised.__str__(0); open({str(secret)!r})",
+        f"{DISGUISED}; import __main__; __main__.str = lambda *_: Disguised.__str__(0); open({str(secret)!r})",
+        f"import io; io.open_code({str(secret)!r})",
+        f"import linecache; assert linecache.getlines({str(secret)!r})",
     ):
         assert not passes(deed), deed
     assert not target.exists()
@@ -144,6 +156,22 @@ def test_the_kernel_refuses_what_the_hook_does_not_hear(deed: str, tmp_path: Pat
     refused = CONFINED and deed in REFUSED
     assert said.stdout.split()[-1:] == ([b"refused"] if refused else [b"done"]), said.stderr
     assert not refused or not list(tmp_path.iterdir())
+
+
+FENCED = sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+"""This kernel knows Landlock; the call asks for its version."""
+FORBIDDEN = ("open('secret').read()", "open('made', 'w')", "os.mkdir('made')", "os.rename('secret', 'made')")
+
+
+@pytest.mark.parametrize("deed", [*FORBIDDEN, "open(os.__file__).read(); os.listdir(os.path.dirname(os.__file__))"])
+def test_the_kernel_keeps_files_that_native_code_asks_for(deed: str, tmp_path: Path) -> None:
+    """The fence alone, without a hook and without the filter."""
+    (tmp_path / "secret").write_text("key")
+    code = DEED.format(filter=landlock.installing(), deed=deed)
+    said = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, timeout=60)
+    refused = FENCED and deed in FORBIDDEN
+    assert said.stdout.split()[-1:] == ([b"refused"] if refused else [b"done"]), said.stderr
+    assert not refused or [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 
 def test_a_machine_without_a_table_has_no_filter() -> None:
