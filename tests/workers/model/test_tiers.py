@@ -198,5 +198,7 @@ def test_a_tier_that_cannot_be_is_refused_at_the_start(source: Path, tmp_path: P
             ),
         )
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"engine\.tiers: path '.*file' of the tier of kind disk: .*file is no folder"):
+    with pytest.raises(
+        ValueError, match=r"engine\.tiers\[1\]\.path: path '.*file' of the tier of kind disk: .*file is no folder"
+    ):
         bench(source, host="1MiB", disk=tmp_path / "file")
