@@ -190,8 +190,8 @@ class Ranks:
             return said
         if isinstance(said, Failed) and said.error.startswith("engine."):
             raise ValueError(f"{said.error} (says rank {rank})")
-        why = said.error if isinstance(said, Failed) else "it ended while it started; the log lines before say why"
-        raise ValueError(f"{SETTINGS}: rank {rank}: {why}")
+        why = f"says {said.error}" if isinstance(said, Failed) else "ended while it started; log lines before say why"
+        raise ValueError(f"{SETTINGS}: rank {rank} {why}")
 
 
 def _end(keeper: _Keeper, last: list[Callable[[], None]], folder: Path) -> None:
