@@ -3,8 +3,9 @@
 Rules
 - A worker as the gateway starts one: a process of its own (``workers/launchers/local.py``), ready when it has greeted.
 - The memory is what the system says that the process held at most, after as many requests at once as ``running`` says.
-  Weights and cache are as it greeted with; all else is torch, code and a step's buffers. Told where all three lie in
-  the process's memory: on a CPU.
+  Pages of the cache that nothing was written to take none: of the cache those blocks count that ever were in use or
+  cached at once. All else is torch, code and a step's buffers. Told where all three lie in the process's memory: on a
+  CPU.
 - Every round has a process of its own. The first one of a machine compiles the kernel, and may wait for its disk.
 """
 
@@ -22,11 +23,11 @@ from gateway.bench.display import Display
 from gateway.bench.render import Table
 from gateway.bench.report import BenchError, Report, machine, model_versions, software
 from gateway.bench.target import Target
-from workers.launchers.base import LaunchContext, LaunchError, WorkerSpec
+from workers.launchers.base import LaunchContext, LaunchError, WorkerProcess, WorkerSpec
 from workers.launchers.local import LocalLauncher
 from workers.protocol import Generate, Hello, SamplingParams, StepOutputs, Up
 from workers.rpc.client import WorkerClient
-from workers.rpc.wire import SessionError
+from workers.rpc.wire import LinkError, SessionError, cancel_all
 
 MIB = 2**20
 MOST_S = 900.0
@@ -60,13 +61,16 @@ def start_report(target: Target, work: Load, rounds: int, display: Display) -> R
 
 def start_table(report: Report) -> Table:
     """One line per round; memory in MiB."""
-    columns = ("round", "ready s", "first answers s", "weights", "KV cache", "most held", "all else")
+    columns = ("round", "ready s", "first answers s", "weights", "KV cache", "filled", "most held", "all else")
     table = Table("worker's start, and its memory in MiB", columns)
     for run in report.runs:
-        sizes = [run[key] for key in ("weight_bytes", "kv_bytes", "peak_rss_bytes", "rest_bytes")]
+        sizes = [run[f"{name}_bytes"] for name in ("weight", "kv", "kv_filled", "peak_rss", "rest")]
         held = (None if size is None else size / MIB for size in sizes)
         table.add(str(run["round"]), run["ready_s"], run["answered_s"], *held)
-    table.notes = ["Ready: from the start of its process. First answers: until all requests sent then have ended."]
+    table.notes = [
+        "Ready: from the start of its process. First answers: until all requests sent then have ended.",
+        "All else: what it held at most, less weights and the part of the cache that was ever filled.",
+    ]
     return table
 
 
@@ -77,55 +81,80 @@ async def _round(target: Target, work: Load, vocab: int) -> dict[str, Any]:
         process = await LocalLauncher(LaunchContext()).start(spec)
     except LaunchError as error:
         raise BenchError(str(error)) from None
-    client = WorkerClient(process.address, process.secret)
+    client = WorkerClient(process.address, process.secret, max_queued=work.running)
     try:
         async with asyncio.timeout(MOST_S):
-            await client.connect(MOST_S)
-            messages = aiter(client)
-            hello = await anext(messages, None)
+            messages, hello = await _greeted(client, process)
             ready = time.perf_counter()
-            if not isinstance(hello, Hello):
-                raise BenchError(f"the worker ended before it was ready:\n{(await process.wait()).last_words}")
-            await _answers(client, messages, work, hello, vocab)
+            filled = await _answers(client, messages, work, hello, vocab)
             answered = time.perf_counter()
         peak = _peak(hello.pid)
-    except SessionError as error:
-        raise BenchError(f"the worker ended: {error}") from None
+    except (SessionError, LinkError) as error:
+        raise BenchError(f"the worker: {error}") from None
     except TimeoutError:
         raise BenchError(f"the worker was not ready, or did not answer, within {MOST_S:g} s") from None
     finally:
         await client.close()
         await process.stop(_STOP_S)
     kv = hello.blocks // max(1, len(hello.keeps)) * hello.block_size * hello.kv_bytes_per_token
+    written = kv * filled // hello.blocks
     return {
         "ready_s": round(ready - began, 3),
         "answered_s": round(answered - ready, 3),
         "device": hello.device,
         "weight_bytes": hello.weight_bytes,
         "kv_bytes": kv,
+        "kv_filled_bytes": written,
         "peak_rss_bytes": peak,
-        "rest_bytes": peak - hello.weight_bytes - kv if peak is not None and hello.device == "cpu" else None,
+        "rest_bytes": peak - hello.weight_bytes - written if peak is not None and hello.device == "cpu" else None,
     }
 
 
-async def _answers(client: WorkerClient, messages: AsyncIterator[Up], work: Load, hello: Hello, vocab: int) -> None:
-    """Send all requests at once and wait for their ends. Raises BenchError when one is refused, or the worker goes."""
+async def _greeted(client: WorkerClient, process: WorkerProcess) -> tuple[AsyncIterator[Up], Hello]:
+    """What the worker says, and the first of it. Raises BenchError with its last words when it ends before."""
+
+    async def first() -> tuple[AsyncIterator[Up], Up | None]:
+        await client.connect(MOST_S)
+        messages = aiter(client)
+        return messages, await anext(messages, None)
+
+    greeting, ended = asyncio.create_task(first()), asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait({greeting, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if greeting.done():
+            messages, hello = greeting.result()
+            if isinstance(hello, Hello):
+                return messages, hello
+        raise BenchError(f"the worker ended before it was ready:\n{(await ended).last_words}")
+    finally:
+        await cancel_all(greeting, ended)
+
+
+async def _answers(client: WorkerClient, messages: AsyncIterator[Up], work: Load, hello: Hello, vocab: int) -> int:
+    """Send all requests at once and wait for their ends; most blocks in use or cached at once.
+
+    Raises BenchError when one is refused, or the worker goes.
+    """
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     for index in range(work.running):
         tokens = list(load.prompt(f"start/{index}", work.input, vocab))
         client.send(Generate(str(index), tokens, work.output, params, scope=b"bench", tenant_key="bench"))
-    left = work.running
+    left, filled = work.running, 0
     while left:
         message = await anext(messages, None)
         if message is None:
             raise BenchError(f"the worker ended with {left} requests under way")
-        for output in message.outputs if isinstance(message, StepOutputs) else ():
+        if not isinstance(message, StepOutputs):
+            continue
+        filled = max(filled, message.stats.used_blocks + message.stats.cached_blocks)
+        for output in message.outputs:
             if output.finish == "error":
                 raise BenchError(
                     f"the worker refused {work.input} + {work.output} tokens ({output.error}): its context has "
                     f"{hello.max_context}, its cache room for {hello.longest}; ask for less --input or --output"
                 )
             left -= output.finish is not None
+    return filled
 
 
 def _peak(pid: int) -> int | None:

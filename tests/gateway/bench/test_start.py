@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from gateway.bench.report import read
@@ -25,15 +26,23 @@ def test_a_workers_start_and_its_memory(config_file: Path, tmp_path: Path) -> No
     per_token = 2 * tiny_model.KV_HEADS * tiny_model.HEAD_DIM * 4
     assert run["kv_bytes"] == 96 * 16 * per_token
     assert run["weight_bytes"] > tiny_model.VOCAB * tiny_model.HIDDEN * 4
-    assert run["rest_bytes"] == run["peak_rss_bytes"] - run["weight_bytes"] - run["kv_bytes"] > 50 * 2**20
+    assert 9 * 2 * 16 * per_token <= run["kv_filled_bytes"] <= run["kv_bytes"], "full blocks stay cached"
+    assert run["rest_bytes"] == run["peak_rss_bytes"] - run["weight_bytes"] - run["kv_filled_bytes"] > 50 * 2**20
     assert run["ready_s"] > 0 < run["answered_s"]
     json.dumps(report)
 
 
-def test_what_does_not_fit_is_said(config_file: Path) -> None:
-    options = ["--config", str(config_file), "--rounds", "1", "--running", "1", "--input", "600"]
-    done = CliRunner().invoke(app, ["bench", "start", *options])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--input", "600"], "its context has 512, its cache room for 512; ask for less --input"),
+        (["--set", "cores=4000"], "core 4000 is not there for this process"),
+    ],
+    ids=["too long", "cannot start"],
+)
+def test_a_worker_that_refuses_or_ends_says_why(config_file: Path, options: list[str], why: str) -> None:
+    words = ["bench", "start", "--config", str(config_file), "--rounds", "1", "--running", "1", *options]
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 1
     assert isinstance(done.exception, UserError)
-    assert "context has 512" in str(done.exception)
-    assert "--input" in str(done.exception)
+    assert why in str(done.exception)

@@ -76,7 +76,8 @@ def config(**changes: object) -> EngineConfig:
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["as it comes", "recorded"])
 def test_under_the_engine_its_tokens_are_transformers(directory: Path, recorded: bool) -> None:
-    """Chunks, mixed steps, beams and recomputes on the way; once more with decodes as replays of recorded steps."""
+    """engine H3: chunks, mixed steps, beams and recomputes on the way; once more with decodes as replays of recorded
+    steps, whose contexts grow over the ends of blocks."""
     prompts = [
         [(7 * i * i + 3 * start) % 290 + 3 for i in range(length)] for start, length in ((0, 9), (5, 14), (2, 6))
     ]

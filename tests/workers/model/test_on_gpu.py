@@ -78,6 +78,7 @@ def test_recorded_steps_give_the_same_tokens(attention: str, directory: Path) ->
 
 
 def test_nothing_is_compiled_after_the_start(directory: Path) -> None:
+    """engine H9."""
     from workers.model.attention import paged_triton
 
     bench = Bench(directory, engine(attention="triton", dtype="bfloat16"))
