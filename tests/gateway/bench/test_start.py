@@ -36,7 +36,7 @@ def test_a_workers_start_and_its_memory(config_file: Path, tmp_path: Path) -> No
     ("options", "why"),
     [
         (["--input", "600"], "its context has 512, its cache room for 512; ask for less --input"),
-        (["--set", "cores=4000"], "core 4000 is not there for this process"),
+        (["--set", "cores=4000-4001"], "core 4000-4001 is not there for this process"),
     ],
     ids=["too long", "cannot start"],
 )
