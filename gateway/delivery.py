@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 
 from gateway.choices import ChoiceDelta
-from gateway.errors import slow_reader, timed_out
+from gateway.errors import slow_reader
 from gateway.http import sse
 from gateway.http.openai import Format, collect
 from gateway.replays import REPLAYED, Recording
@@ -29,8 +29,9 @@ from gateway.settings import Streams
 from gateway.ticket import Ticket
 from gateway.visit import Visit, encode_json
 
-Settle = Callable[[Visit], asyncio.Task[None]]
-"""Begins the settlement, or returns the one that was begun; who waits for it must not cancel it."""
+Settle = Callable[[Visit], asyncio.Task[None] | None]
+"""Settles at once (None), or begins the settlement that has to wait, or returns the one that was begun: who waits for
+it must not cancel it."""
 
 TICK_S = 1.0
 """How often a stream is looked after, at most."""
@@ -45,19 +46,10 @@ class Delivery:
         self.streams = streams
         """For streams that begin from now on. May be changed at any time."""
 
-    async def first_output(self, visit: Visit, ticket: Ticket, limit_s: float) -> None:
-        """Return when there is output, or the request is over. Raises ApiError 504 ``limit_s`` after its arrival."""
-        left = limit_s - (self._clock() - visit.arrived)
-        try:
-            async with asyncio.timeout(max(0.0, left)):
-                if ticket.stream and self.streams.begin_after_s is not None:
-                    await self._begin_while_waiting(visit, ticket, self.streams.begin_after_s)
-                await ticket.wait_first()
-        except TimeoutError:
-            raise timed_out(f"No output within {limit_s:g} seconds.", "first_token_timeout") from None
-
     async def stream(self, visit: Visit, ticket: Ticket, answer: Format, settle: Settle) -> None:
         """The answer as it comes. Raises what the ticket ends with."""
+        if self.streams.begin_after_s is not None:
+            await self._begin_while_waiting(visit, ticket, self.streams.begin_after_s)
         said: list[ChoiceDelta] = []
         pulse = Pulse(visit, ticket, self.streams)
         last = b""
@@ -73,14 +65,14 @@ class Delivery:
                 await self._begin(visit)
                 await visit.reply.write(data)
             self._reporter.content(visit, said)
-            settlement = settle(visit)
-            await asyncio.sleep(0)
-            if last and not settlement.done():
-                await self._begin(visit)
-                await visit.reply.write(last)
-                last = b""
-            visit.delivered = not last
-            await asyncio.shield(settlement)
+            if (settlement := settle(visit)) is not None:
+                await asyncio.sleep(0)
+                if last and not settlement.done():
+                    await self._begin(visit)
+                    await visit.reply.write(last)
+                    last = b""
+                visit.delivered = not last
+                await asyncio.shield(settlement)
             visit.delivered = True
             await self._begin(visit)
             await visit.reply.end(last + answer.closing(ticket.usage))
@@ -92,7 +84,8 @@ class Delivery:
         deltas = [delta async for batch in ticket.batches() for delta in batch]
         body = await _made(ticket, lambda: encode_json(answer.full(collect(deltas, ticket.choices), ticket.usage)))
         self._reporter.content(visit, deltas)
-        await asyncio.shield(settle(visit))
+        if (settlement := settle(visit)) is not None:
+            await asyncio.shield(settlement)
         visit.trace.event("first_byte")
         await visit.reply.whole(200, visit.headers(self._clock()), body)
 
@@ -171,6 +164,4 @@ class Pulse:
         self._timer = self._loop.call_later(self._every_s, self._tick)
 
     def _give_up(self) -> None:
-        future = self._visit.too_slow
-        if future is not None and not future.done():
-            future.set_exception(slow_reader("The stream was not read fast enough and was ended."))
+        self._visit.cut(slow_reader("The stream was not read fast enough and was ended."))

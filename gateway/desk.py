@@ -98,9 +98,14 @@ class Desk:
         self._idle.clear()
         ticket.span = ticket.trace.begin("queue")
         ticket.span.set(
-            attributes.queued(
-                job, self.policy_name, depth=entry.depth, depth_tenant=entry.depth_tenant, position=entry.position - 1
-            )
+            attributes.queued,
+            self.policy_name,
+            tenant=job.tenant,
+            service_class=job.service_class,
+            weight=job.weight,
+            depth=entry.depth,
+            depth_tenant=entry.depth_tenant,
+            position=entry.position - 1,
         )
 
     def requeue(self, tickets: list[Ticket], reason: RequeueReason, now: float) -> None:
@@ -117,21 +122,22 @@ class Desk:
         job = ticket.job
         ticket.span = ticket.trace.begin("queue")
         ticket.span.set(
-            attributes.queued(
-                job,
-                self.policy_name,
-                depth=len(self.queue) - 1,
-                depth_tenant=self.queue.snapshot(job.tenant).queued_tenant - 1,
-                position=0,
-                requeued=reason.value,
-            )
+            attributes.queued,
+            self.policy_name,
+            tenant=job.tenant,
+            service_class=job.service_class,
+            weight=job.weight,
+            depth=len(self.queue) - 1,
+            depth_tenant=self.queue.snapshot(job.tenant).queued_tenant - 1,
+            position=0,
+            requeued=reason.value,
         )
 
     def picked(self, ticket: Ticket, dispatch: Dispatch) -> None:
         """The queue let go of it, for these reasons."""
         if ticket.span is not None:
             ticket.span.set(
-                attributes.picked(dispatch.pick, dispatch.waited_s, dispatch.waited_behind, policy=self.policy_name)
+                attributes.picked, dispatch.pick, dispatch.waited_s, dispatch.waited_behind, policy=self.policy_name
             )
 
     def charge(self, ticket: Ticket, charge: Charge, now: float) -> None:
@@ -241,15 +247,17 @@ class Desk:
         if span is None:
             return
         if queued:
-            span.set(attributes.left_queue(now - ticket.queued_at))
+            span.set(attributes.left_queue, now - ticket.queued_at)
         else:
             first = None
             if ticket.first_token_at is not None and ticket.dispatched_at is not None:
                 first = ticket.first_token_at - ticket.dispatched_at
             span.set(
-                attributes.chat_response(
-                    ticket.usage, model=self.model.name, finish_reasons=ticket.finish_reasons, first_chunk_s=first
-                )
+                attributes.chat_response,
+                ticket.usage,
+                model=self.model.name,
+                finish_reasons=ticket.finish_reasons,
+                first_chunk_s=first,
             )
         if error is not None and error.outcome != "cancelled":
             span.fail(error.reason or error.outcome)

@@ -341,10 +341,9 @@ class Dispatcher:
         room, decision = self._route(ticket, rooms, now)
         handle = self._handles[decision.worker]
         prepared, choices = ticket.prepared, ticket.prepared.choices()
-        asked = attributes.chat_request(
-            prepared.generate, self.model.name, endpoint=prepared.request.endpoint, stream=ticket.stream
-        )
-        ticket.span = ticket.trace.begin_chat(self.model.name, asked)
+        generate, endpoint = prepared.generate, prepared.request.endpoint
+        asked = (generate.params, self.model.name, generate.max_tokens, generate.n, endpoint, ticket.stream)
+        ticket.span = ticket.trace.begin_chat(self.model.name, attributes.chat_request, *asked)
         try:
             source = self._prefill.send(ticket, handle, message_for(handle, prepared, ticket.trace.inject()), now)
         except WorkerGoneError as error:
@@ -379,7 +378,7 @@ class Dispatcher:
             self._desk.monitor.fault("routing")
             room = min(fitting.values(), key=lambda room: room.view.inflight)
             decision = RouteDecision(room.reported.name, "load")
-        span.set(attributes.routed(decision, len(fitting)))
+        span.set(attributes.routed, decision, len(fitting))
         span.end()
         return room, decision
 

@@ -56,9 +56,8 @@ class Entrance:
         if visit.adapter is not None:
             self._models.adapters.take(visit.adapter)
             visit.taken.append(visit.adapter)
-        visit.trace.tag(
-            attributes.root(model=visit.model.name, adapter=visit.adapter.name if visit.adapter is not None else None)
-        )
+        adapter = visit.adapter.name if visit.adapter is not None else None
+        visit.trace.tag(attributes.root, model=visit.model.name, adapter=adapter)
 
     def leave(self, visit: Visit) -> None:
         """The request is over."""
@@ -75,7 +74,7 @@ class Entrance:
             lessened = clamped(prepared, decision.clamp_max_tokens)
             if lessened is not prepared:
                 with visit.span("admission") as span:
-                    span.set(attributes.admission(decision, verdict="clamp"))
+                    span.set(attributes.admission, decision, verdict="clamp")
             prepared = lessened
         visit.prepared = prepared
         return prepared
@@ -100,10 +99,10 @@ class Entrance:
                 now=visit.arrived,
                 headers=joined_headers(visit.scope),
             )
-            span.set(attributes.tokenized(prepared.prompt_tokens))
+            span.set(attributes.tokenized, prepared.prompt_tokens)
         if (refusal := placement.refusal(visit.model.name, visit.model.config.pools, prepared.job)) is not None:
             raise refusal
-        visit.trace.tag(attributes.root(job_id=prepared.job.id))
+        visit.trace.tag(attributes.root, job_id=prepared.job.id)
         return prepared
 
     def _ask(self, visit: Visit, prepared: Prepared) -> AdmissionDecision:
@@ -116,7 +115,7 @@ class Entrance:
         """The request for the fallback model, with that queue's decision. Raises the refusal of its own model."""
         found = await self._at(visit, decision.fallback_model, refused)
         with visit.span("admission") as span:
-            span.set(attributes.admission(decision, verdict="fallback" if found else None))
+            span.set(attributes.admission, decision, verdict="fallback" if found else None)
             if found is None:
                 raise not_admitted(refused.job, decision, self._dispatchers[refused.job.model])
         return found
@@ -135,7 +134,7 @@ class Entrance:
         if decision is not None and decision.admitted and self._dispatchers[name].ready_for(prepared.job):
             return replace(prepared, notes={**prepared.notes, FALLBACK: told(name)}), decision
         visit.model, visit.adapter = own
-        visit.trace.tag(attributes.root(job_id=refused.job.id, model=refused.job.model, adapter=refused.job.adapter))
+        visit.trace.tag(attributes.root, job_id=refused.job.id, model=refused.job.model, adapter=refused.job.adapter)
         return None
 
 

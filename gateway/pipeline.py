@@ -4,11 +4,12 @@
     → queue, route, dispatch → first token → stream or answer → settle
 
 Rules
-- A reservation that was asked for is settled exactly once, whatever await fails or is cancelled: ``_settle`` makes one
-  task of it, which nobody's cancellation reaches. It ends the ticket first, so that usage is what really ran.
+- A reservation that was asked for is settled exactly once, whatever await fails or is cancelled: at once where nothing
+  has to be waited for, else by one task, which nobody's cancellation reaches. It ends the ticket first, so that usage
+  is what really ran.
 - Settling comes before the last byte: a caller that has its answer finds its slot free.
-- From the whole body on, the work runs beside a watch on the caller and under the total deadline; either ends it by
-  cancelling the work, wherever it waits. So does a reader that does not read (``delivery.py``).
+- From the whole body on, the caller is watched and the time limits run; either ends the work by ``Visit.cut``, wherever
+  it waits. So does a reader that does not read (``delivery.py``).
 - Nothing is sent before the first output or the failure is known. Afterwards a failure is an error event inside the
   stream; ``[DONE]`` is sent after success only.
 - Policies are asked through ``gatekeeper.py``, which fails closed.
@@ -22,7 +23,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import cast
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -31,13 +31,14 @@ from gateway import log
 from gateway import trace_attributes as attributes
 from gateway.access import check_features
 from gateway.arriving import Arriving
+from gateway.cut import Deadline
 from gateway.delivery import Delivery
 from gateway.dispatch import Dispatcher
 from gateway.entrance import Entrance
 from gateway.errors import ApiError, bad_request, internal, timed_out
 from gateway.gatekeeper import Gatekeeper, over_quota
 from gateway.http import sse
-from gateway.http.middleware import request_id, send_error, watch_disconnect
+from gateway.http.middleware import request_id, send_error, when_gone
 from gateway.http.openai import Format
 from gateway.http.schemas import parse
 from gateway.intake import Intake
@@ -45,10 +46,11 @@ from gateway.jobs import make_job
 from gateway.models import Models
 from gateway.monitor import Monitor
 from gateway.purge import sweep_behind
-from gateway.replays import Replays
+from gateway.replays import Recording, Replays
 from gateway.report import Reporter
 from gateway.runtime import Runtime
 from gateway.settings import Timeouts
+from gateway.settlement import Settler
 from gateway.tenants import Tenants
 from gateway.ticket import Ticket
 from gateway.visit import Endpoint, Errand, Reply, Visit
@@ -58,10 +60,6 @@ from policies.types import Job, JobId, Principal, QuotaDecision, Transition, Usa
 
 _log = log.get("pipeline")
 
-CANCEL_GRACE_S = 0.25
-"""How long a settlement waits for the worker's last word on a request that was cut short."""
-WORK_END_S = 1.0
-"""How long cancelled work may take to notice."""
 FAREWELL_S = 1.0
 """How long an error may take to be written to a caller that does not read."""
 BODY_S = 30.0
@@ -102,7 +100,7 @@ class Pipeline:
         self._timeouts = timeouts
         self.arriving = Arriving(max_body_bytes)
         self._clock = clock
-        self._settling: set[asyncio.Task[None]] = set()
+        self.settler = Settler(runtime, dispatchers, monitor, timeouts, clock)
         self._idle = asyncio.Event()
         self._idle.set()
         self.active = 0
@@ -110,16 +108,11 @@ class Pipeline:
 
     def retime(self, timeouts: Timeouts) -> None:
         """Time limits of requests that arrive from now on."""
-        self._timeouts = timeouts
+        self._timeouts = self.settler.timeouts = timeouts
 
     async def wait_idle(self) -> None:
         """Return when no request is here."""
         await self._idle.wait()
-
-    async def wait_settled(self) -> None:
-        """Return when no settlement is on its way."""
-        while self._settling:
-            await asyncio.wait(set(self._settling))
 
     async def run(self, endpoint: Endpoint | Errand, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, from its headers to its last byte. Raises only CancelledError."""
@@ -202,7 +195,7 @@ class Pipeline:
         visit.decision = await self._reserved(visit, job)
         with visit.span("tokenize"):
             answer = await self._intake.errand(visit.tenant, request.chars, partial(endpoint.answer, request, model))
-        await self._settle(visit)
+        await self.settler.settle(visit)
         visit.trace.event("first_byte")
         await visit.reply.whole(200, visit.headers(self._clock()), answer)
 
@@ -212,22 +205,21 @@ class Pipeline:
         request = visit.request = await parse(endpoint.parse, body)
         check_features(request.features(), visit.tenant.grants)
         self._entrance.choose(visit, request.model)
-        visit.trace.tag(attributes.root(stream=request.stream))
+        visit.trace.tag(attributes.root, stream=request.stream)
         prepared = await self._entrance.admitted(visit)
         visit.decision = await self._reserved(visit, prepared.job)
         dispatcher = self._dispatchers[prepared.job.model]
         ticket = visit.ticket = dispatcher.submit(prepared, stream=request.stream, trace=visit.trace)
         ticket.on_dispatched = partial(self._started, visit.policies.quota, prepared.job.id)
         answer = visit.format = self._format(visit, endpoint, ticket)
-        await self.delivery.first_output(visit, ticket, self._timeouts.first_token_s)
         deliver = self.delivery.stream if request.stream else self.delivery.whole
-        await deliver(visit, ticket, answer, self._settling_of)
+        await deliver(visit, ticket, answer, self.settler.begin)
         visit.trace.event("last_byte")
 
     async def _authenticated(self, visit: Visit) -> Principal:
         with visit.span("auth") as span:
             principal = await self._gatekeeper.authenticate(visit.scope, visit.policies)
-            span.set(attributes.auth(principal))
+            span.set(attributes.auth, principal)
         return principal
 
     async def _body(self, visit: Visit) -> bytes:
@@ -240,53 +232,51 @@ class Pipeline:
             ) from None
 
     async def _supervised(self, visit: Visit, body: bytes) -> None:
-        """Run the work until it ends, the caller leaves or the time is up. Raises ClientDisconnect, ApiError 504."""
-        loop = asyncio.get_running_loop()
-        end = visit.too_slow = loop.create_future()
-
-        def ended(_: object = None) -> None:
-            if not end.done():
-                end.set_result(None)
-
-        work = asyncio.create_task(self._work(visit, body), name="request")
-        watch = asyncio.create_task(self._gone(visit), name="disconnect watch")
-        work.add_done_callback(ended)
-        watch.add_done_callback(ended)
-        left = self._timeouts.total_s - (self._clock() - visit.arrived)
-        timer = loop.call_later(max(0.0, left), ended)
-        try:
+        """Work until it is done, the caller leaves or the time is up. Raises ClientDisconnect, ApiError 504."""
+        timeouts = self._timeouts
+        first = visit.arrived + min(timeouts.first_token_s, timeouts.total_s)
+        with visit.cut:
+            deadline = Deadline(self._clock, first, partial(self._late, visit, timeouts))
+            unwatch = when_gone(visit.scope, visit.receive, partial(self._gone, visit))
             try:
-                await end
-            except ApiError:  # a reader that is too slow
-                if not work.done():
-                    raise
-            if work.done():
-                return work.result()
-            if watch.done():
-                raise ClientDisconnect
-            raise timed_out(f"The request took longer than {self._timeouts.total_s:g} seconds in all.", "total_timeout")
-        finally:
-            timer.cancel()
-            watch.cancel()
-            if not work.done():
-                work.cancel()
-                await asyncio.wait({work, watch}, timeout=WORK_END_S)
-            watch.add_done_callback(_retrieve)  # it notices in the next turn of the loop; nobody waits for that
-            for future in (work, end):
-                _retrieve(future)
+                await self._work(visit, body)
+            finally:
+                deadline.stop()
+                unwatch()
+                if visit.lingering is not None:
+                    visit.lingering.cancel()
 
-    async def _gone(self, visit: Visit) -> None:
-        """Return when nobody waits for the answer any more."""
-        await watch_disconnect(visit.receive)
-        if visit.recording is not None:
-            await visit.recording.deserted(self.replays.settings.linger_s)
+    def _late(self, visit: Visit, timeouts: Timeouts, now: float) -> float | None:
+        """Its time is up, or will be when is returned."""
+        silent = visit.request is not None and not (visit.ticket is not None and visit.ticket.began)
+        if silent and now >= visit.arrived + timeouts.first_token_s:
+            text = f"No output within {timeouts.first_token_s:g} seconds."
+            visit.cut(timed_out(text, "first_token_timeout"))
+            return None
+        ends = visit.arrived + timeouts.total_s
+        if now < ends:
+            return ends
+        text = f"The request took longer than {timeouts.total_s:g} seconds in all."
+        visit.cut(timed_out(text, "total_timeout"))
+        return None
+
+    def _gone(self, visit: Visit) -> None:
+        """The caller is; somebody else may wait for its answer, or it itself come again for it."""
+        if visit.recording is None:
+            visit.cut(ClientDisconnect())
+        else:
+            visit.lingering = asyncio.create_task(self._deserted(visit, visit.recording), name="linger")
+
+    async def _deserted(self, visit: Visit, recording: Recording) -> None:
+        await recording.deserted(self.replays.settings.linger_s)
+        visit.cut(ClientDisconnect())
 
     async def _reserved(self, visit: Visit, job: Job) -> QuotaDecision:
         """Take quota. Raises ApiError 429, 400 for what could never pass, 503 for a policy that fails."""
         with visit.span("quota reserve") as span:
             visit.reserved = True
             decision = await self._gatekeeper.reserve(job, visit.policies)
-            span.set(attributes.quota(decision))
+            span.set(attributes.quota, decision)
             if not decision.admitted:
                 visit.reserved = False
                 visit.decision = decision
@@ -306,7 +296,7 @@ class Pipeline:
 
     async def _refuse(self, visit: Visit, error: ApiError) -> None:
         """Tell the caller, in-band when the answer has begun. What it holds is given back first."""
-        await self._settle(visit)
+        await self.settler.settle(visit)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 if not visit.reply.begun:
@@ -317,48 +307,12 @@ class Pipeline:
                     told = visit.format.failure(error, usage) if visit.format is not None else sse.error_event(error)
                     await visit.reply.end(told)
 
-    async def _settle(self, visit: Visit) -> None:
-        """Give back what is held. Cancelling the caller does not cancel it."""
-        await asyncio.shield(self._settling_of(visit))
-
-    def _settling_of(self, visit: Visit) -> asyncio.Task[None]:
-        """The settlement, which is begun once."""
-        if visit.settlement is None:
-            visit.settlement = asyncio.create_task(self._settlement(visit), name="settle")
-            self._settling.add(visit.settlement)
-            visit.settlement.add_done_callback(self._settling.discard)
-        return visit.settlement
-
-    async def _settlement(self, visit: Visit) -> None:
-        """End the ticket, then the reservation. Never raises: a failure is logged and counted, the lease runs out."""
-        ticket, prepared = visit.ticket, visit.prepared
-        if ticket is not None and prepared is not None and not ticket.done:
-            dispatcher = self._dispatchers[prepared.job.model]
-            dispatcher.cancel(ticket, visit.reason or "ended_early")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CANCEL_GRACE_S):
-                    await ticket.wait_done()
-            dispatcher.abandon(ticket, visit.reason or "ended_early")
-        job = prepared.job if prepared is not None else visit.errand
-        if job is None or not visit.reserved:
-            return
-        usage = ticket.usage if ticket is not None else Usage()
-        with visit.span("quota settle") as span:
-            try:
-                settling = self._runtime.settle(visit.policies.quota, job.id, usage, self._clock())
-                figures = await within(self._timeouts.policy_s, settling)
-                span.set(attributes.settled(usage, cast("int | None", figures.get("refunded"))))
-            except Exception as error:
-                span.fail("settle_failed")
-                self._monitor.fault("settle")
-                _log.error("settle_failed", request_id=visit.request_id, failure=log.describe(error))
-
     async def _leave(self, visit: Visit) -> None:
         """Settle whatever happened, then report. A cancellation that arrives meanwhile is passed on afterwards."""
         cancelled: asyncio.CancelledError | None = None
-        while visit.settlement is None or not visit.settlement.done():
+        while not (visit.settled or (visit.settlement is not None and visit.settlement.done())):
             try:
-                await self._settle(visit)
+                await self.settler.settle(visit)
             except asyncio.CancelledError as error:
                 cancelled = error
         self._entrance.leave(visit)
@@ -387,9 +341,3 @@ class Pipeline:
             request=prepared.request,
             call_form=lambda: ticket.call_form,
         )
-
-
-def _retrieve(task: asyncio.Future[None]) -> None:
-    """Look at how it ended, so that nobody warns of it; what matters of it was raised already."""
-    if task.done() and not task.cancelled():
-        task.exception()

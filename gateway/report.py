@@ -65,7 +65,7 @@ class Reporter:
             server=scope.get("server"),
             http_version=scope.get("http_version"),
         )
-        trace.tag(attributes.root(policy_generation=generation))
+        trace.tag(attributes.root, policy_generation=generation)
         return trace
 
     def identify(self, visit: Visit, tenant: EffectiveTenant) -> None:
@@ -97,7 +97,7 @@ class Reporter:
         ticket, prepared = visit.ticket, visit.prepared
         status = visit.reply.status
         if ticket is not None:
-            visit.trace.tag(attributes.root(worker=ticket.worker, preemptions=ticket.preemptions))
+            visit.trace.tag(attributes.root, worker=ticket.worker, preemptions=ticket.preemptions)
         keep = visit.trace.finish(visit.outcome, status=status, error_type=visit.reason, reason=visit.reason)
         if ticket is not None and self._telemetry.enabled:
             dispatchers[ticket.job.model].keep(ticket, keep)

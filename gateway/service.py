@@ -223,7 +223,7 @@ class Gateway:
         self._tasks = []
         await self.parts.models.adapters.close()
         await asyncio.gather(*(pool.stop() for pool in self.parts.pools))
-        await self.parts.pipeline.wait_settled()
+        await self.parts.pipeline.settler.wait()
         if self._started:
             await self.parts.devices.flush()
         await self.parts.runtime.close()

@@ -125,23 +125,11 @@ class Telemetry:
             new_span_id(),
             tracestate=parent.tracestate if parent else "",
         )
-        address, port = server or (None, None)
-        attributes: Attributes = {
-            "http.request.method": method,
-            "http.route": route,
-            "url.path": route,
-            "url.scheme": scheme,
-            "server.address": address,
-            "server.port": port,
-            "network.protocol.name": "http" if http_version else None,
-            "network.protocol.version": http_version,
-            "forebay.request.id": request_id,
-        }
         return Recorder(
             f"{method} {route}",
             context,
             parent,
-            attributes,
+            (_arrived, (method, route, scheme, server, http_version, request_id), {}),
             export=self._sink.build,
             sampled=self._head,
             slow_s=self._slow_s,
@@ -161,6 +149,29 @@ class Telemetry:
         """Send what is left, for at most ``timeout_s`` (blocking: call it in a thread or after the loop)."""
         if self._sink is not None:
             self._sink.shutdown(timeout_s)
+
+
+def _arrived(
+    method: str,
+    route: str,
+    scheme: str,
+    server: tuple[str, int | None] | None,
+    http_version: str | None,
+    request_id: str | None,
+) -> Attributes:
+    """What is known of a request when it comes."""
+    address, port = server or (None, None)
+    return {
+        "http.request.method": method,
+        "http.route": route,
+        "url.path": route,
+        "url.scheme": scheme,
+        "server.address": address,
+        "server.port": port,
+        "network.protocol.name": "http" if http_version else None,
+        "network.protocol.version": http_version,
+        "forebay.request.id": request_id,
+    }
 
 
 def setup(

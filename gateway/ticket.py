@@ -99,12 +99,12 @@ class Ticket:
         """Seconds in the queue, over all its stays; None while it never left it."""
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
+        self.began = False
+        """It produced output, in this attempt or an earlier one."""
         self._buffer: list[ChoiceDelta] = []
         self._nudged = False
-        self._news = asyncio.Event()
-        self._dispatched = asyncio.Event()
-        self._first = asyncio.Event()
-        self._done = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] | None = None
+        """Who is to look again when something changes; nearly always one, or none."""
 
     @property
     def job(self) -> Job:
@@ -152,7 +152,6 @@ class Ticket:
         self.upstream = handle.hello is not None and handle.hello.upstream
         self.dispatched_at = now
         self.queue_wait_s = waited_s
-        self._dispatched.set()
         self.on_dispatched()
 
     def requeued(self) -> None:
@@ -163,15 +162,15 @@ class Ticket:
         self.worker = None
         self.first_token_at = None
         self._buffer.clear()
-        self._news.clear()
-        self._dispatched.clear()
 
     def produced(self, now: float) -> bool:
         """It produced output. True for the first time of an attempt."""
         if self.first_token_at is not None:
             return False
         self.first_token_at = now
-        self._first.set()
+        self.began = True
+        if self.stream:
+            self._changed()
         return True
 
     def push(self, delta: ChoiceDelta) -> None:
@@ -180,7 +179,7 @@ class Ticket:
             return
         self._buffer.append(delta)
         if self.stream:
-            self._news.set()
+            self._changed()
 
     def finish(self, error: ApiError | None, now: float) -> bool:
         """End it. False when it already was."""
@@ -189,25 +188,20 @@ class Ticket:
         self.state = TicketState.DONE
         self.error = error
         self.finished_at = now
-        self._news.set()
-        self._dispatched.set()
-        self._first.set()
-        self._done.set()
+        self._changed()
         return True
 
     # -- for the pipeline -----------------------------------------------------------------------------------------
 
-    async def wait_dispatched(self) -> None:
-        """Return when it runs, or is over."""
-        await self._dispatched.wait()
-
     async def wait_first(self) -> None:
-        """Return when it produced its first token, or is over."""
-        await self._first.wait()
+        """Return when a stream produced its first token, or is over."""
+        while self.first_token_at is None and not self.done:
+            await self._change()
 
     async def wait_done(self) -> None:
         """Return when it is over."""
-        await self._done.wait()
+        while not self.done:
+            await self._change()
 
     @property
     def backlog(self) -> int:
@@ -219,7 +213,7 @@ class Ticket:
     def nudge(self) -> None:
         """Have ``batches`` hand out an empty batch, unless there is news."""
         self._nudged = True
-        self._news.set()
+        self._changed()
 
     async def batches(self) -> AsyncIterator[list[ChoiceDelta]]:
         """Everything new since the last batch, until the end. Raises the ApiError it ended with, after the last batch.
@@ -227,8 +221,8 @@ class Ticket:
         Without ``stream`` there is one batch, at the end. A batch is empty where ``nudge`` asked for one.
         """
         while True:
-            await self._news.wait()
-            self._news.clear()
+            while not (self.done or self._nudged or (self._buffer and self.stream)):
+                await self._change()
             if self.error is not None and not self.committed:
                 raise self.error
             if self._buffer:
@@ -238,10 +232,22 @@ class Ticket:
             elif self._nudged:
                 yield []
             self._nudged = False
-            if self.done:
-                if self._buffer:
-                    self._news.set()
-                    continue
+            if self.done and not self._buffer:
                 if self.error is not None:
                     raise self.error
                 return
+
+    async def _change(self) -> None:
+        """Return when something has changed."""
+        future = asyncio.get_running_loop().create_future()
+        if self._waiting is None:
+            self._waiting = [future]
+        else:
+            self._waiting.append(future)
+        await future
+
+    def _changed(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        for future in waiting or ():
+            if not future.done():
+                future.set_result(None)

@@ -4,13 +4,13 @@ How to use it
     trace = telemetry.request("POST", "/v1/chat/completions", headers, …)    # RequestTrace (does nothing) or a recorder
     span = trace.begin("auth")                       # one of STATIONS; the previous station ends, if it is still open
     try:
-        …; span.set(attributes.auth(principal))      # gateway.trace_attributes makes every attribute
+        …; span.set(attributes.auth, principal)      # gateway.trace_attributes makes every attribute, at the export
     except ApiError as error:
         span.fail(error.code or "error"); raise
     finally:
         span.end()
     trace.identify(tenant=…, sample_ratio=…, slow_first_byte_s=…)          # as soon as the tenant is known
-    span = trace.begin_chat(job.model, attributes.chat_request(generate))  # a second one: a retry, linked to the first
+    span = trace.begin_chat(job.model, attributes.chat_request, …)         # a second one: a retry, linked to the first
     generate = msgspec.structs.replace(generate, trace=trace.inject())     # the worker's parent is this chat span
     trace.event("first_byte")                        # on the root: EVENTS
     keep = trace.finish("ok", status=200)            # exactly once, last; then send the worker Keep(id, keep)
@@ -20,6 +20,8 @@ Rules
 - A span ends once: a second ``end`` and everything after it is ignored. ``finish`` ends what is still open.
 - Stations are siblings in sequence: each ends at least 2 µs before the next begins (else Jaeger's critical path falls
   on the root). No span per token or chunk.
+- Attributes are made where a trace is exported, by the function and from the values that were given here: most traces
+  are dropped, and it happens on another thread. So values never change afterwards, and hold no prompt.
 - No prompt text, token, key or credential is an attribute. ``content`` is dropped unless capture_content is on.
 """
 
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, ParamSpec
 
 from gateway.errors import Outcome
 from workers.spans import (
@@ -48,6 +50,9 @@ Station = Literal["admission", "auth", "tokenize", "quota reserve", "queue", "ro
 STATIONS: tuple[Station, ...] = ("admission", "auth", "tokenize", "quota reserve", "queue", "route", "quota settle")
 EventName = Literal["first_byte", "last_byte", "client_disconnected"]
 EVENTS: tuple[EventName, ...] = ("first_byte", "last_byte", "client_disconnected")
+P = ParamSpec("P")
+Said = tuple[Callable[..., Attributes], tuple[Any, ...], dict[str, Any]]
+"""What makes some attributes, and of what."""
 Kept = Literal["failed", "shed", "slow", "sampled"]
 """Why a trace is exported, the first that holds: ``forebay.kept`` on the root, for collectors that sample again."""
 
@@ -57,8 +62,8 @@ class Span:
 
     __slots__ = ()
 
-    def set(self, attributes: Attributes) -> None:
-        """Add attributes; None values are left out."""
+    def set(self, make: Callable[P, Attributes], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Add the attributes that ``make`` will make; None values are left out."""
 
     def fail(self, error_type: str) -> None:
         """Status ERROR and ``error.type``: a code of ours (``queue_full``, ``worker_lost``), never a message."""
@@ -93,14 +98,14 @@ class RequestTrace:
     ) -> None:
         """Tag the verified tenant; its own sampling ratio and its class's TTFT objective decide about keeping."""
 
-    def tag(self, attributes: Attributes) -> None:
-        """Set root attributes (``trace_attributes.root(…)``)."""
+    def tag(self, make: Callable[P, Attributes], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Set root attributes (``trace_attributes.root``)."""
 
     def begin(self, station: Station) -> Span:
         """Start a station's span now."""
         return _NO_SPAN
 
-    def begin_chat(self, model: str, attributes: Attributes) -> Span:
+    def begin_chat(self, model: str, make: Callable[P, Attributes], *args: P.args, **kwargs: P.kwargs) -> Span:
         """Start the CLIENT span around one attempt on a worker."""
         return _NO_SPAN
 
@@ -137,30 +142,28 @@ NO_TRACE = RequestTrace()
 class _Record(Span):
     """A span as the request path keeps it: what is dropped in the end never becomes more than this."""
 
-    __slots__ = ("_clock", "attributes", "end_ns", "error", "kind", "name", "retry_of", "span_id", "start_ns")
+    __slots__ = ("_clock", "end_ns", "error", "kind", "name", "retry_of", "said", "span_id", "start_ns")
 
-    def __init__(
-        self, name: str, kind: Kind, start_ns: int, attributes: dict[str, Value], clock: Callable[[], int]
-    ) -> None:
+    def __init__(self, name: str, kind: Kind, start_ns: int, clock: Callable[[], int]) -> None:
         self.name = name
         self.kind: Kind = kind
         self.span_id = new_span_id()
         self.start_ns = start_ns
         self.end_ns = 0
-        self.attributes = attributes
-        self.error = False
+        self.said: list[Said] = []
+        self.error: str | None = None
+        """Its ``error.type``."""
         self.retry_of: int | None = None
         """The span of the first attempt."""
         self._clock = clock
 
-    def set(self, attributes: Attributes) -> None:
+    def set(self, make: Callable[P, Attributes], *args: P.args, **kwargs: P.kwargs) -> None:
         if not self.end_ns:
-            self.attributes.update(clean(attributes))
+            self.said.append((make, args, kwargs))
 
     def fail(self, error_type: str) -> None:
         if not self.end_ns:
-            self.error = True
-            self.attributes["error.type"] = error_type
+            self.error = error_type
 
     def end(self) -> None:
         if not self.end_ns:
@@ -171,6 +174,9 @@ class _Record(Span):
         links = []
         if self.retry_of is not None:
             links.append(Link(child_of(root, span_id=self.retry_of), {"forebay.link": "retry_of"}))
+        attributes = _made(self.said)
+        if self.error is not None:
+            attributes["error.type"] = self.error
         return SpanData(
             self.name,
             child_of(root, span_id=self.span_id),
@@ -178,10 +184,18 @@ class _Record(Span):
             self.kind,
             self.start_ns,
             self.end_ns,
-            self.attributes,
+            attributes,
             links=links,
-            error=self.error,
+            error=self.error is not None,
         )
+
+
+def _made(said: list[Said]) -> dict[str, Value]:
+    """All attributes; of a name that comes twice the last one."""
+    made: dict[str, Value] = {}
+    for make, args, kwargs in said:
+        made.update(clean(make(*args, **kwargs)))
+    return made
 
 
 def wall_clock() -> Callable[[], int]:
@@ -194,8 +208,8 @@ class Recorder(RequestTrace):
     """Keeps a request's spans as plain figures until ``finish`` exports or drops them."""
 
     __slots__ = (
-        "_chats", "_children", "_clock", "_export", "_head", "_ratio", "_root", "_slow_first_byte_s", "_slow_s",
-        "_state", "captures_content", "keep", "trace_id",
+        "_chats", "_children", "_clock", "_export", "_head", "_ratio", "_root", "_said", "_slow_first_byte_s",
+        "_slow_s", "captures_content", "keep", "trace_id",
     )  # fmt: skip
 
     def __init__(
@@ -203,7 +217,7 @@ class Recorder(RequestTrace):
         name: str,
         context: SpanContext,
         parent: SpanContext | None,
-        attributes: Attributes,
+        said: Said,
         *,
         export: Callable[[Callable[[], list[SpanData]], int], object],
         sampled: Callable[[SpanContext, SpanContext | None, float | None], bool],
@@ -211,7 +225,9 @@ class Recorder(RequestTrace):
         captures_content: bool = False,
         clock: Callable[[], int] | None = None,
     ) -> None:
-        """``sampled(context, parent, tenant_ratio)`` is the head decision, asked when needed.
+        """``said`` makes the root's first attributes.
+
+        ``sampled(context, parent, tenant_ratio)`` is the head decision, asked when needed.
 
         ``export`` gets what makes the spans, to call it elsewhere, and how many these are.
         """
@@ -223,9 +239,8 @@ class Recorder(RequestTrace):
         self._slow_first_byte_s: float | None = None
         self._children: list[_Record] = []
         self._chats: list[_Record] = []
-        self._root = SpanData(
-            name, context, parent, kind="server", start_ns=self._clock(), attributes=clean(attributes)
-        )
+        self._root = SpanData(name, context, parent, kind="server", start_ns=self._clock())
+        self._said = [said]
         self.trace_id = f"{context.trace_id:032x}"
         self.keep = False
         self.captures_content = captures_content
@@ -242,23 +257,24 @@ class Recorder(RequestTrace):
         sample_ratio: float | None = None,
         slow_first_byte_s: float | None = None,
     ) -> None:
-        self.tag({"forebay.tenant": tenant, "forebay.class": service_class})
+        self.tag(_identified, tenant, service_class)
         self._ratio = sample_ratio
         self._slow_first_byte_s = slow_first_byte_s
 
-    def tag(self, attributes: Attributes) -> None:
+    def tag(self, make: Callable[P, Attributes], *args: P.args, **kwargs: P.kwargs) -> None:
         if not self._root.end_ns:
-            self._root.attributes.update(clean(attributes))
+            self._said.append((make, args, kwargs))
 
     def begin(self, station: Station) -> Span:
         if self._root.end_ns:
             return _NO_SPAN
-        return self._child(station, "internal", {})
+        return self._child(station, "internal")
 
-    def begin_chat(self, model: str, attributes: Attributes) -> Span:
+    def begin_chat(self, model: str, make: Callable[P, Attributes], *args: P.args, **kwargs: P.kwargs) -> Span:
         if self._root.end_ns:
             return _NO_SPAN
-        span = self._child(f"chat {model}", "client", attributes)
+        span = self._child(f"chat {model}", "client")
+        span.said.append((make, args, kwargs))
         if self._chats:
             span.retry_of = self._chats[0].span_id
         self._chats.append(span)
@@ -266,9 +282,7 @@ class Recorder(RequestTrace):
 
     def content(self, *, input_messages: str | None = None, output_messages: str | None = None) -> None:
         if self.captures_content and self._chats and not self._root.end_ns:
-            self._chats[-1].attributes.update(
-                clean({"gen_ai.input.messages": input_messages, "gen_ai.output.messages": output_messages})
-            )
+            self._chats[-1].said.append((_content, (input_messages, output_messages), {}))
 
     def event(self, name: EventName) -> None:
         if not self._root.end_ns and all(event[0] != name for event in self._root.events):
@@ -292,14 +306,7 @@ class Recorder(RequestTrace):
             return self.keep
         failed = outcome not in ("ok", "cancelled")
         cause = error_type or reason or outcome
-        self.tag(
-            {
-                "forebay.outcome": outcome,
-                "forebay.shed.reason": reason if outcome == "shed" else None,
-                "http.response.status_code": status,
-                "error.type": cause if failed else None,
-            }
-        )
+        self.tag(_ended, outcome, reason if outcome == "shed" else None, status, cause if failed else None)
         self._close_open(cause if failed else None)
         # A SERVER span stays unset for 4xx (HTTP conventions); an in-band error after a 200 is an error.
         root.error = failed and not (status is not None and 400 <= status < 500)
@@ -308,12 +315,13 @@ class Recorder(RequestTrace):
         why = self._why_kept(outcome)
         self.keep = why is not None
         if why is not None:
-            root.attributes["forebay.kept"] = why
+            self._said.append((_kept, (why,), {}))
             self._export(self._spans, 1 + len(self._children))
         return self.keep
 
     def _spans(self) -> list[SpanData]:
         """Parents first. Nothing changes any more by now."""
+        self._root.attributes.update(_made(self._said))
         return [self._root, *(record.data(self._root.context) for record in self._children)]
 
     def _why_kept(self, outcome: Outcome) -> Kept | None:
@@ -337,13 +345,13 @@ class Recorder(RequestTrace):
         limit = self._slow_first_byte_s
         return first is not None and limit is not None and first - root.start_ns > limit * 1e9
 
-    def _child(self, name: str, kind: Kind, attributes: Attributes) -> _Record:
+    def _child(self, name: str, kind: Kind) -> _Record:
         start = self._clock()
         if self._children:
             last = self._children[-1]  # only the last one can be open
             last.end()
             start = max(start, last.end_ns + GAP_NS)
-        record = _Record(name, kind, start, clean(attributes), self._clock)
+        record = _Record(name, kind, start, self._clock)
         self._children.append(record)
         return record
 
@@ -351,6 +359,27 @@ class Recorder(RequestTrace):
         """End the last child if it is open: only the last one can be."""
         if self._children and not self._children[-1].end_ns:
             record = self._children[-1]
-            if error_type is not None and not record.error:
+            if error_type is not None and record.error is None:
                 record.fail(error_type)
             record.end()
+
+
+def _identified(tenant: str, service_class: str | None) -> Attributes:
+    return {"forebay.tenant": tenant, "forebay.class": service_class}
+
+
+def _content(asked: str | None, said: str | None) -> Attributes:
+    return {"gen_ai.input.messages": asked, "gen_ai.output.messages": said}
+
+
+def _ended(outcome: Outcome, shed: str | None, status: int | None, error_type: str | None) -> Attributes:
+    return {
+        "forebay.outcome": outcome,
+        "forebay.shed.reason": shed,
+        "http.response.status_code": status,
+        "error.type": error_type,
+    }
+
+
+def _kept(why: Kept) -> Attributes:
+    return {"forebay.kept": why}

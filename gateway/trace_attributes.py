@@ -1,6 +1,7 @@
 """Every span attribute of the gateway, made in one place from the objects the stations hold (docs/telemetry.md).
 
-Pure functions of typed values; None means "leave out". No content, no credential ever enters here. ``gen_ai.*`` names
+Pure functions of typed values, which are kept until a trace is dropped or exported (``trace.py``): no prompts among
+them. None means "leave out". No content, no credential ever enters here. ``gen_ai.*`` names
 are those of the pinned opentelemetry-semantic-conventions (checked by a test).
 """
 
@@ -9,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from gateway.http.schemas import EndpointName
-from policies.types import AdmissionDecision, Job, Pick, Principal, QuotaDecision, RouteDecision, Usage
-from workers.protocol import Generate
+from policies.types import AdmissionDecision, Pick, Principal, QuotaDecision, RouteDecision, TenantId, Usage
+from workers.protocol import SamplingParams
 from workers.spans import Attributes
 
 PROVIDER = "forebay"
@@ -87,7 +88,15 @@ def quota(decision: QuotaDecision) -> Attributes:
 
 
 def queued(
-    job: Job, policy: str, *, depth: int, depth_tenant: int, position: int, requeued: str | None = None
+    policy: str,
+    *,
+    tenant: TenantId,
+    service_class: str,
+    weight: float,
+    depth: int,
+    depth_tenant: int,
+    position: int,
+    requeued: str | None = None,
 ) -> Attributes:
     """``queue``, at entry. ``position``: jobs ahead in the tenant's own line, 0 = next. Depths count before entry.
 
@@ -98,10 +107,10 @@ def queued(
         "forebay.queue.depth": depth,
         "forebay.queue.depth_tenant": depth_tenant,
         "forebay.queue.position": position,
-        "forebay.queue.weight": job.weight,
+        "forebay.queue.weight": weight,
         "forebay.queue.requeued_because": requeued,
-        "forebay.tenant": job.tenant,
-        "forebay.class": job.service_class,
+        "forebay.tenant": tenant,
+        "forebay.class": service_class,
     }
 
 
@@ -138,22 +147,26 @@ def routed(decision: RouteDecision, candidates: int) -> Attributes:
 
 
 def chat_request(
-    generate: Generate, model: str, *, endpoint: EndpointName = "chat", stream: bool = False
+    params: SamplingParams,
+    model: str,
+    max_tokens: int,
+    n: int = 1,
+    endpoint: EndpointName = "chat",
+    stream: bool = False,
 ) -> Attributes:
     """``chat {model}``, at its start. ``endpoint``: what the request asks for. Stop strings are content."""
-    params = generate.params
     return {
         "gen_ai.operation.name": OPERATIONS[endpoint],
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,
-        "gen_ai.request.max_tokens": generate.max_tokens,
+        "gen_ai.request.max_tokens": max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.top_k": params.top_k or None,
         "gen_ai.request.seed": params.seed,
         "gen_ai.request.presence_penalty": params.presence_penalty or None,
         "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
-        "gen_ai.request.choice.count": generate.n if generate.n != 1 else None,
+        "gen_ai.request.choice.count": n if n != 1 else None,
         "gen_ai.request.stream": stream,
         "gen_ai.output.type": None if endpoint == "embeddings" else "text",
     }

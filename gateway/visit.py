@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from gateway.adapters import Adapter
+from gateway.cut import Cut
 from gateway.errors import ApiError, Outcome
 from gateway.http.openai import Format
 from gateway.http.schemas import ChatRequest, CompletionRequest
@@ -161,15 +162,20 @@ class Visit:
     """The job of a request that needs no worker."""
     recording: Recording | None = None
     """Where its answer is recorded, to be given again (``replays.py``)."""
+    lingering: asyncio.Task[None] | None = None
+    """Waits for somebody to come for the recording, when its caller has gone."""
     decision: QuotaDecision | None = None
     reserved: bool = False
     """A reservation was asked for and not refused: it has to be settled, whatever became of the asking."""
     ticket: Ticket | None = None
+    settled: bool = False
+    """Nothing is held any more."""
     settlement: asyncio.Task[None] | None = None
+    """Where that has to wait for something."""
     format: Format | None = None
     """How the answer is written, once it may begin."""
-    too_slow: asyncio.Future[None] | None = None
-    """Done when the caller does not read its stream."""
+    cut: Cut = field(default_factory=Cut)
+    """Ends its work, wherever that waits."""
     delivered: bool = False
     """A stream whose last word went out."""
     outcome: Outcome = "error"

@@ -28,6 +28,17 @@ async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
         return await _rest(coroutine, waited)
 
 
+def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits. Raises RuntimeError for one that does, and ends it."""
+    try:
+        coroutine.send(None)
+    except StopIteration as ended:
+        result: T = ended.value
+        return result
+    coroutine.close()
+    raise RuntimeError("a call that should never wait did")
+
+
 @types.coroutine
 def _rest(coroutine: Coroutine[Any, Any, T], waited: Any) -> Generator[Any, Any, T]:
     """Go on with a coroutine that waits for ``waited``, as ``await`` would have."""

@@ -48,6 +48,15 @@ class QuotaPolicy(Protocol):
 
 
 @runtime_checkable
+class NeverWaits(Protocol):
+    """Optional for a quota policy with all of its state in memory: ``settle`` never suspends, so it needs no task of
+    its own, and answers go out earlier. The settlement of one that does suspend fails; its lease frees what it held.
+    """
+
+    never_waits: Literal[True]
+
+
+@runtime_checkable
 class QuotaView(Protocol):
     """Optional for a quota policy: figures without a reservation, for headers and admin views."""
 

@@ -3,8 +3,9 @@
 Rules
 - The client runs here, gateway, stub and collector in processes of their own (``stage.py``). On two cores they share:
   requests per second are what is left for the gateway beside its client and its worker.
-- Added time is the time through the gateway, from when a request was sent, minus the median time of the same request
-  straight to the stub at the same rate. The client's own lateness is told beside it.
+- Added time is the time through the gateway, from when a request's bytes go out to when the last of its answer's are
+  there, minus the median time of the same request straight to the stub at the same rate. What the client takes before
+  and after is not the gateway's; its lateness is told beside it.
 - A run that had errors says so; its figures are of what succeeded.
 - Machines differ, and one differs from hour to hour: a bare echo (``echo_server.py``) is measured by the same client in
   the same run, and the gateway's processor time per request is told, which others on the machine change less.
@@ -76,9 +77,7 @@ async def _fast(stage: Stage, sizes: Sizes, ratio: float, display: Display) -> l
         with display.task(f"{name}: {RATE:g} requests/s") as tick:
             shots = _shots(f"{name}/rate", round(RATE * sizes.seconds), callers, 1, RATE)
             lines = await attack.open_loop(shots, tick)
-        runs.append(
-            {"name": f"{RATE:g} requests/s, {name}", **figures(lines, attack, None), **_added(lines, attack, stage)}
-        )
+        runs.append({"name": f"{RATE:g} requests/s, {name}", **figures(lines, attack, None), **_added(lines, stage)})
         for load in _loads(stage.url, sizes):
             with display.task(f"{name}: {load.name}") as tick:
                 before, shots = stage.cpu_s(), _shots(f"{name}/{load.name}", load.requests, callers, load.tokens)
@@ -93,11 +92,11 @@ async def _fast(stage: Stage, sizes: Sizes, ratio: float, display: Display) -> l
     return runs
 
 
-def _added(lines: Sequence[Timeline], attack: Attack, stage: Stage) -> dict[str, Any]:
+def _added(lines: Sequence[Timeline], stage: Stage) -> dict[str, Any]:
     took = [
-        line.end - line.submitted - late
-        for line, late in zip(lines, attack.late, strict=True)
-        if line.error is None and line.end is not None
+        line.finished - line.sent
+        for line in lines
+        if line.error is None and line.finished is not None and line.sent is not None
     ]
     made: dict[str, Any] = {"direct_p50_ms": stage.direct_ms}
     for q in (0.5, 0.99):

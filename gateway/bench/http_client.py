@@ -1,7 +1,8 @@
 """A small HTTP/1.1 client for streams: it shares the machine with the server that it measures, so it must be light.
 
 Rules
-- Bytes are handed on with the time at which they arrived, not when somebody got round to reading them.
+- Bytes are handed on with the time at which they arrived, not when somebody got round to reading them; a request is
+  timed from the moment at which it goes out.
 - A connection carries one exchange at a time and is kept for the next one if both sides allow.
 - A kept connection that the server closed meanwhile is replaced once, as long as nothing of the answer has come.
 """
@@ -40,6 +41,10 @@ class Exchange:
     framed: bool = False
     """The answer says where it ends; otherwise the end of the connection is its end."""
     begun: bool = False
+    sent: float = 0.0
+    """``time.perf_counter`` when it went out."""
+    ended: float = 0.0
+    """And when the last of its answer arrived."""
     refusal: list[bytes] = field(default_factory=list)
     """The body of an answer that is no success."""
 
@@ -62,6 +67,7 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._exchange = exchange
+        exchange.sent = time.perf_counter()
         self._transport.write(request)
 
     def close(self) -> None:
@@ -121,6 +127,7 @@ class _Connection(asyncio.Protocol):
     def _end(self) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None and not exchange.done.done():
+            exchange.ended = self._arrived
             exchange.done.set_result(None)
 
     def _fail(self, error: HttpError) -> None:
@@ -146,8 +153,8 @@ class HttpClient:
 
     async def stream(
         self, method: str, path: str, body: bytes, sink: Sink, *, headers: dict[str, str], timeout_s: float
-    ) -> None:
-        """Send one request; its successful answer goes to ``sink``.
+    ) -> Exchange:
+        """Send one request; its successful answer goes to ``sink``. Returns what came of it.
 
         Raises HttpError with a code: the status, ``connection``, or ``timeout`` after ``timeout_s`` seconds.
         """
@@ -160,6 +167,7 @@ class HttpClient:
         if exchange.status >= 300:
             text = b"".join(exchange.refusal)[:2000].decode(errors="replace")
             raise HttpError(f"http_{exchange.status}", text or f"status {exchange.status}")
+        return exchange
 
     async def get(self, path: str, *, headers: dict[str, str], timeout_s: float = 10.0) -> bytes:
         """The body of a GET. Raises HttpError."""

@@ -72,12 +72,14 @@ class Timeline:
     input_tokens: int
     submitted: float = 0.0
     """When it was due: time that the client lost before sending counts as the server's."""
+    sent: float | None = None
+    """When it went out; None where that is not told apart from when it was due."""
     times: list[float] = field(default_factory=list)
     """When each output token came; tokens that came together have the same time."""
     scheduled: float | None = None
     """When the engine took it out of its line; None where it does not say."""
     finished: float | None = None
-    """When its end was known; None: at its last token."""
+    """When its end had come; None: with its last token."""
     output_tokens: int | None = None
     """Where the server counts them and does not send one message per token; None: as many as ``times``."""
     cached: int | None = None

@@ -145,7 +145,7 @@ class Attack:
         self._server, self._callers, self._client = server, callers, client
         self._path = "/v1/completions" if server.endpoint == "completions" else "/v1/chat/completions"
         self.late: list[float] = []
-        """Seconds by which requests with a time of their own were sent late."""
+        """Seconds by which requests with a time of their own went out late."""
 
     async def open_loop(self, shots: Sequence[Shot], progress: Progress) -> list[Timeline]:
         """Every shot at its time, whatever became of the others."""
@@ -158,9 +158,10 @@ class Attack:
                 wait = start + due - time.perf_counter()
                 if wait > 0:
                     await asyncio.sleep(wait)
-                self.late.append(max(0.0, time.perf_counter() - start - due))
                 tasks.append(group.create_task(done(self._fire(shot, f"r{len(tasks)}", start, due))))
-        return [task.result() for task in tasks]
+        lines = [task.result() for task in tasks]
+        self.late += [max(0.0, line.sent - line.submitted) for line in lines if line.sent is not None]
+        return lines
 
     async def closed_loop(
         self, shots: Sequence[Shot], concurrency: int, progress: Progress, *, seconds: float = math.inf
@@ -190,7 +191,7 @@ class Attack:
         line = Timeline(name, shot.input_tokens, submitted, tenant=caller.name)
         reader = _Reader(line, start) if self._server.streamed else _Whole(line, start)
         try:
-            await self._client.stream(
+            exchange = await self._client.stream(
                 "POST",
                 self._path,
                 self._body(shot),
@@ -200,11 +201,12 @@ class Attack:
             )
         except HttpError as error:
             line.error = error.code
-        else:
-            reader.ended()
-            if line.error is None and not reader.complete:
-                line.error = "stream_incomplete"
-        line.finished = time.perf_counter() - start
+            line.finished = time.perf_counter() - start
+            return line
+        line.sent, line.finished = exchange.sent - start, exchange.ended - start
+        reader.ended()
+        if line.error is None and not reader.complete:
+            line.error = "stream_incomplete"
         return line
 
     def _body(self, shot: Shot) -> bytes:

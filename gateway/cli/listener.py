@@ -21,7 +21,8 @@ import errno
 import json
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httptools
@@ -31,6 +32,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from gateway.cli.head_with_body import HeadWithBody
 from gateway.cli.output import UserError
+from gateway.http.middleware import GONE
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 128
@@ -98,24 +100,53 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)  # type: ignore[arg-type]
         self._upgrade_head: bytes | None = None
         self._closing_behind = False
-        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_late)
+        self._lost = False
+        self._left: Callable[[], None] | None = None
+        self._extensions = {GONE: self._tell}
         self._expect_headers()
+        self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
-        self._header_timer.cancel()
+        """Stop the clock, and tell the request that runs."""
+        self._timer.cancel()
+        self._lost = True
         super().connection_lost(exc)
+        if self._left is not None:
+            self._left()
+
+    def _tell(self, left: Callable[[], None]) -> Callable[[], None]:
+        """``GONE``, for the one request that runs."""
+        if self._lost:
+            self.loop.call_soon(left)
+        self._left = left
+        return partial(self._forget, left)
+
+    def _forget(self, left: Callable[[], None]) -> None:
+        if self._left is left:
+            self._left = None
+
+    def _look(self) -> None:
+        """Is the peer late? One timer for all of a connection: setting one per request costs as much as parsing it.
+
+        It is never set for longer than the shortest limit, so what begins meanwhile is not late before it rings.
+        """
+        limit_s = HEADER_TIMEOUT_S if self._in_headers else self.timeout_keep_alive
+        left_s = HEADER_TIMEOUT_S if self._waits_since is None else self._waits_since + limit_s - self.loop.time()
+        if left_s > 0:
+            self._timer = self.loop.call_later(min(left_s, HEADER_TIMEOUT_S), self._look)
+        elif self._in_headers:
+            self._headers_late()
+        elif not self.transport.is_closing():
+            self.transport.close()
 
     def _expect_headers(self) -> None:
-        self._header_timer.cancel()
-        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_late)
+        self._waits_since: float | None = self.loop.time()
         self._in_headers = True
         self._pending_bytes = 0
         self._header_bytes = 0
 
     def data_received(self, data: bytes) -> None:
         """Count what arrives while headers are incomplete, which the parser would buffer without end."""
-        self._unset_keepalive_if_required()
         view = memoryview(data)
         for start in range(0, len(data), SLICE_BYTES):
             if self._closing_behind or self.transport.is_closing():
@@ -158,6 +189,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A new request on this connection."""
         super().on_message_begin()
+        self.scope["extensions"] = self._extensions  # type: ignore[typeddict-item]  # ASGI leaves open what they hold
         self._expect_headers()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -171,7 +203,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._upgrade_head = self._head_without_upgrade()
             return
         self._in_headers = False
-        self._header_timer.cancel()
+        self._waits_since = None
         if len(self.headers) > MAX_HEADERS or self._header_bytes + len(self.url) > MAX_HEADER_BYTES:
             self._refuse(431, f"At most {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes of them are accepted.")
             raise ValueError("headers over the limit")  # stops the parser; the answer is already on its way
@@ -183,6 +215,17 @@ class LimitedProtocol(HttpToolsProtocol):
         if cycle.scope["method"] != "HEAD":
             cycle.transport = HeadWithBody(cycle, self.loop)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        """Serve what is next, or wait for it."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif not self._in_headers:
+            self._waits_since = self.loop.time()
 
     def on_message_complete(self) -> None:
         """The request is whole, unless it comes once more."""

@@ -18,6 +18,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -33,6 +34,10 @@ MAX_HEADERS = 128
 MAX_HEADER_BYTES = 64 * 1024
 DRAIN_BYTES = 32 * 2**20
 DRAIN_S = 5.0
+GONE = "forebay.gone"
+"""An ASGI extension: calls back when the connection is lost (``Tell``)."""
+Tell = Callable[[Callable[[], None]], Callable[[], None]]
+"""Takes whom to call, and returns what makes it call nobody."""
 _REQUEST_ID = "forebay.request_id"
 _SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -257,6 +262,29 @@ async def watch_disconnect(receive: Receive) -> None:
     """Return when the caller is gone. Only legal after the whole body was read; run it as a task beside the work."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def when_gone(scope: Scope, receive: Receive, left: Callable[[], None]) -> Callable[[], None]:
+    """Have ``left`` called when the caller goes away; what is returned ends the watch. Legal after the whole body.
+
+    Our own listener calls it by itself (``GONE``). Of another server it has to be asked, by a task beside the work.
+    """
+    tell: Tell | None = scope.get("extensions", {}).get(GONE)
+    if tell is not None:
+        return tell(left)
+
+    def ended(watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled():
+            watch.exception()  # looked at, so that nobody warns of it
+            left()
+
+    watch = asyncio.create_task(watch_disconnect(receive), name="disconnect watch")
+    watch.add_done_callback(ended)
+    return partial(_cancel, watch)
+
+
+def _cancel(watch: asyncio.Task[None]) -> None:
+    watch.cancel()
 
 
 async def measure_loop_lag(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -38,6 +39,12 @@ class QuotaConformance(Conformance):
 
         policy = self.make()
         run(story(policy), policy)
+
+    def test_one_that_never_waits_does_not(self) -> None:
+        policy = self.make()
+        if getattr(policy, "never_waits", False):
+            assert not _suspends(policy.reserve(make_job("x"), 0.0))
+            assert not _suspends(policy.settle(JobId("x"), Charge(10, 0, 5), 1.0))
 
     def test_reserving_twice_takes_once(self) -> None:
         async def story(policy: Any) -> None:
@@ -86,6 +93,15 @@ class QuotaConformance(Conformance):
 
         old, new = self.make(), self.make()
         run(story(old, new), old, new)
+
+
+def _suspends(call: Coroutine[Any, Any, Any]) -> bool:
+    try:
+        call.send(None)
+    except StopIteration:
+        return False
+    call.close()
+    return True
 
 
 class AuthConformance(Conformance):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -26,6 +26,8 @@ class TokenBucketConfig(PolicyConfig):
 
 class TokenBucketQuota:
     """Every call is O(accounts of the job + log open reservations) and runs in one event-loop turn."""
+
+    never_waits: Literal[True] = True
 
     def __init__(self, lease_s: float = 900.0, *, wall: Callable[[], float] = time.time) -> None:
         """``wall`` is the calendar that budgets run by (Unix time)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from policies.quota._account import Instant
 from policies.quota._book import Book
@@ -20,6 +20,8 @@ class UnlimitedQuota:
     It keeps the books of the policy before it, settles what was open in them and hands them on: a swap to it and back
     resets no budget.
     """
+
+    never_waits: Literal[True] = True
 
     def __init__(self, *, wall: Callable[[], float] = time.time) -> None:
         self._inherited = Book(_LEASE_S)

@@ -49,7 +49,7 @@ async def test_the_last_text_does_not_wait_for_a_slow_settlement(start: Start) -
             await go_on.wait()
             return await settle(job_id, usage, now)
 
-        quota.settle = slow  # type: ignore[method-assign]
+        quota.settle, quota.never_waits = slow, False  # type: ignore[method-assign, attr-defined]
         async with asyncio.timeout(30), site.stream("alpha", max_tokens=3) as response:
             said = response.aiter_lines()
             while '"finish_reason":"length"' not in (line := await anext(said)):

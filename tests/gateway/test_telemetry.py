@@ -104,7 +104,7 @@ def test_a_throttled_request_is_one_tree(telemetry: Telemetry, collector: OtlpRe
     tracing.authenticate(trace)
     span = trace.begin("quota reserve")
     verdict = QuotaDecision(False, limit="tokens_per_minute", cost=11, retry_after_s=1.5, remaining=tracing.REMAINING)
-    span.set(attributes.quota(verdict))
+    span.set(attributes.quota, verdict)
     span.fail("tokens_per_minute")
     span.end()
     trace.finish("throttled", status=429, reason="tokens_per_minute")
@@ -128,8 +128,8 @@ def test_a_shed_request_is_one_tree_that_ends_in_the_queue(telemetry: Telemetry,
     tracing.authenticate(trace)
     tracing.admit(trace)
     span = trace.begin("queue")
-    span.set(attributes.queued(tracing.job(), "vtc", depth=4, depth_tenant=2, position=2))
-    span.set(attributes.left_queue(20.0))
+    tracing.queued(span)
+    span.set(attributes.left_queue, 20.0)
     span.fail("max_wait")
     span.end()
     tracing.settle(trace, Usage())
@@ -146,7 +146,7 @@ def test_a_shed_request_is_one_tree_that_ends_in_the_queue(telemetry: Telemetry,
 def test_admission_that_refuses(telemetry: Telemetry, collector: OtlpReceiver) -> None:
     trace = tracing.start(telemetry)
     span = trace.begin("admission")
-    span.set(attributes.admission(AdmissionDecision(False, "queue_full", 1.0, 61.0)))
+    span.set(attributes.admission, AdmissionDecision(False, "queue_full", 1.0, 61.0))
     span.fail("queue_full")
     span.end()
     trace.finish("shed", status=429, reason="queue_full")
@@ -197,7 +197,7 @@ def test_random_lifecycles_end_every_span_once(collector: OtlpReceiver) -> None:
             if act <= 2:
                 open_spans.append(trace.begin(rng.choice(STATIONS)))
             elif act == 3:
-                open_spans.append(trace.begin_chat("tiny", {"gen_ai.operation.name": "chat"}))
+                open_spans.append(trace.begin_chat("tiny", dict, {"gen_ai.operation.name": "chat"}))
             elif act == 4 and open_spans:
                 span = rng.choice(open_spans)
                 span.end()
@@ -206,7 +206,7 @@ def test_random_lifecycles_end_every_span_once(collector: OtlpReceiver) -> None:
             elif act == 5:
                 trace.event(rng.choice(("first_byte", "last_byte", "client_disconnected")))
             elif open_spans:
-                rng.choice(open_spans).set({"forebay.prompt.tokens": 1})
+                rng.choice(open_spans).set(attributes.tokenized, 1)
         trace.finish(rng.choice(outcomes), status=rng.choice((None, 200, 429, 500)))  # type: ignore[arg-type]
         for span in open_spans:
             span.end()

@@ -122,7 +122,7 @@ async def test_what_a_caller_has_is_never_repeated() -> None:
 
 async def test_whoever_waits_is_woken_by_the_end() -> None:
     it = ticket()
-    waits = [asyncio.create_task(wait()) for wait in (it.wait_dispatched, it.wait_first, it.wait_done)]
+    waits = [asyncio.create_task(wait()) for wait in (it.wait_first, it.wait_done)]
     await asyncio.sleep(0)
     it.finish(unavailable("over", "over"), 1.0)
     await asyncio.wait_for(asyncio.gather(*waits), 30)

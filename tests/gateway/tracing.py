@@ -13,8 +13,6 @@ from gateway.telemetry import RequestTrace, Telemetry, setup
 from gateway.trace import Span
 from policies.types import (
     AdmissionDecision,
-    Job,
-    JobId,
     LimitState,
     Pick,
     Principal,
@@ -53,9 +51,19 @@ def generate(request: str = "job-1", n: int = 1) -> Generate:
     return Generate(id=request, tokens=[1, 2, 3], max_tokens=8, params=params, n=n)
 
 
-def job(request: str = "job-1") -> Job:
-    """Its job."""
-    return Job(JobId(request), TenantId("search"), MODEL, prompt_tokens=3, max_tokens=8, arrived_at=0.0, weight=4.0)
+def queued(span: Span, requeued: str | None = None) -> None:
+    """What a queue span says at its beginning."""
+    span.set(
+        attributes.queued,
+        "vtc",
+        tenant=TenantId("search"),
+        service_class="interactive",
+        weight=4.0,
+        depth=4,
+        depth_tenant=2,
+        position=2,
+        requeued=requeued,
+    )
 
 
 def start(telemetry: Telemetry, headers: tuple[tuple[bytes, bytes], ...] = ()) -> RequestTrace:
@@ -66,31 +74,31 @@ def start(telemetry: Telemetry, headers: tuple[tuple[bytes, bytes], ...] = ()) -
 def authenticate(trace: RequestTrace, **identity: Any) -> None:
     """Auth and tokenize."""
     span = trace.begin("auth")
-    span.set(attributes.auth(Principal(TenantId("search"), method="jwt", key_id="k1")))
+    span.set(attributes.auth, Principal(TenantId("search"), method="jwt", key_id="k1"))
     span.end()
     trace.identify(tenant="search", service_class="interactive", **identity)
-    trace.tag(attributes.root(job_id="job-1", model=MODEL, adapter="sql", policy_generation=1, stream=True))
+    trace.tag(attributes.root, job_id="job-1", model=MODEL, adapter="sql", policy_generation=1, stream=True)
     span = trace.begin("tokenize")
-    span.set(attributes.tokenized(3))
+    span.set(attributes.tokenized, 3)
     span.end()
 
 
 def admit(trace: RequestTrace) -> None:
     """Admission and quota reserve, both passed."""
     span = trace.begin("admission")
-    span.set(attributes.admission(AdmissionDecision(True, predicted_wait_s=0.25)))
+    span.set(attributes.admission, AdmissionDecision(True, predicted_wait_s=0.25))
     span.end()
     span = trace.begin("quota reserve")
-    span.set(attributes.quota(QuotaDecision(True, cost=11, remaining=REMAINING)))
+    span.set(attributes.quota, QuotaDecision(True, cost=11, remaining=REMAINING))
     span.end()
 
 
 def dispatch(trace: RequestTrace, message: Generate) -> tuple[Generate, Span]:
     """Queue, route, chat begun; returns what goes to the worker, and the chat span."""
     span = trace.begin("queue")
-    span.set(attributes.queued(job(message.id), "vtc", depth=4, depth_tenant=2, position=2))
+    queued(span)
     served = [("batch", 100), ("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5)]
-    span.set(attributes.picked(Pick("least_service", 12.5), 0.03, served, policy="vtc"))
+    span.set(attributes.picked, Pick("least_service", 12.5), 0.03, served, policy="vtc")
     span.end()
     return attempt(trace, message)
 
@@ -98,16 +106,18 @@ def dispatch(trace: RequestTrace, message: Generate) -> tuple[Generate, Span]:
 def attempt(trace: RequestTrace, message: Generate) -> tuple[Generate, Span]:
     """Route and chat begun."""
     span = trace.begin("route")
-    span.set(attributes.routed(RouteDecision("local-0", "prefix", 16), candidates=2))
+    span.set(attributes.routed, RouteDecision("local-0", "prefix", 16), candidates=2)
     span.end()
-    chat = trace.begin_chat(MODEL, attributes.chat_request(message, MODEL, stream=True))
+    chat = trace.begin_chat(
+        MODEL, attributes.chat_request, message.params, MODEL, max_tokens=message.max_tokens, n=message.n, stream=True
+    )
     return msgspec.structs.replace(message, trace=trace.inject()), chat
 
 
 def settle(trace: RequestTrace, usage: Usage) -> None:
     """Quota settle."""
     span = trace.begin("quota settle")
-    span.set(attributes.settled(usage, 4))
+    span.set(attributes.settled, usage, 4)
     span.end()
 
 
@@ -118,21 +128,24 @@ def ok(trace: RequestTrace, message: Generate | None = None, **identity: Any) ->
     sent, chat = dispatch(trace, message or generate())
     trace.event("first_byte")
     usage = Usage(prompt=1, cached=2, output=4)
-    chat.set(answered(usage))
+    answered(chat, usage)
     chat.end()
     trace.event("last_byte")
     settle(trace, usage)
-    trace.tag(attributes.root(worker="local-0", preemptions=1))
+    trace.tag(attributes.root, worker="local-0", preemptions=1)
     trace.finish("ok", status=200)
     return sent
 
 
-def answered(usage: Usage) -> dict[str, Any]:
+def answered(chat: Span, usage: Usage) -> None:
     """What the chat span says at its end."""
-    return dict(
-        attributes.chat_response(
-            usage, model=MODEL, response_id="chatcmpl-1", finish_reasons=["stop"], first_chunk_s=0.02
-        )
+    chat.set(
+        attributes.chat_response,
+        usage,
+        model=MODEL,
+        response_id="chatcmpl-1",
+        finish_reasons=["stop"],
+        first_chunk_s=0.02,
     )
 
 
