@@ -62,7 +62,7 @@ from gateway.worker_slot import SlotOptions
 from policies.manager import make_manager, tenant_from_claims
 from policies.registry import Registry
 from policies.spi import PolicyContext
-from workers.launchers.base import LaunchContext, Launcher
+from workers.launchers.base import LaunchContext, Launcher, LaunchError
 from workers.rpc import TlsFiles
 
 _log = log.get("compose")
@@ -223,7 +223,7 @@ def _pool(
         model.name,
         model.source or "",
         config,
-        _launcher(config, registry, env, base_dir),
+        _launcher(model.name, config, registry, env, base_dir),
         adapters.listening(dispatcher),
         options=SlotOptions(step_stall_s=settings.timeouts.step_stall_s),
         tokenizer_sha256=lambda: handle.files.tokenizer_sha256 if handle.files is not None else None,
@@ -233,8 +233,8 @@ def _pool(
     )
 
 
-def _launcher(config: PoolConfig, registry: Registry, env: Mapping[str, str], base_dir: Path) -> Launcher:
-    """Import what the launcher's spec names and call it with the pool's ``launch:`` block."""
+def _launcher(model: str, config: PoolConfig, registry: Registry, env: Mapping[str, str], base_dir: Path) -> Launcher:
+    """Import what the launcher's spec names and call it with the pool's ``launch:`` block. Raises BuildError."""
     launch = config.launch
     for address in unencrypted(launch.addresses) if launch.tls is None else ():
         _log.warning("worker_unencrypted", pool=config.name, address=address, remedy="launch.tls")
@@ -249,7 +249,11 @@ def _launcher(config: PoolConfig, registry: Registry, env: Mapping[str, str], ba
         env=env,
         log=_relay,
     )
-    return cast(Launcher, make(context))
+    try:
+        return cast(Launcher, make(context))
+    except LaunchError as error:
+        what = str(error) if str(error).startswith("launch.") else f"launch: {error}"
+        raise BuildError(f"models[{model}].pools[{config.name}].{what}") from error
 
 
 def _worker_tls(launch: Launch, base_dir: Path) -> TlsFiles | None:

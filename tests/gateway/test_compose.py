@@ -52,6 +52,15 @@ async def test_workers_of_other_machines_without_tls_are_named(capsys: pytest.Ca
     await gateway.stop()
 
 
+def test_what_a_launcher_has_against_its_settings_is_named() -> None:
+    launch = {"use": "static", "addresses": ["unix:/run/w"], "secret_env": "GONE"}
+    changes = {"models": [{"name": "m", "source": "x", "pools": [{"name": "far", "launch": launch}]}]}
+    with pytest.raises(
+        BuildError, match=r"models\[m\]\.pools\[far\]\.launch\.secret_env: .* GONE is not set; set it to"
+    ):
+        build(settings(**changes), env={"FOREBAY_JWT_KEY": KEY})
+
+
 def test_an_unknown_sampler_is_named() -> None:
     env = {"FOREBAY_JWT_KEY": KEY, "OTEL_TRACES_SAMPLER": "sometimes"}
     with pytest.raises(BuildError, match="OTEL_TRACES_SAMPLER"):

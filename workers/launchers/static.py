@@ -42,7 +42,9 @@ class StaticLauncher:
             _check_address(address)
         secret = context.env.get(context.secret_env) if context.secret_env else None
         if context.secret_env and not secret:
-            raise LaunchError(f"launch.secret_env: the variable {context.secret_env} is not set")
+            raise LaunchError(
+                f"launch.secret_env: the variable {context.secret_env} is not set; set it to the workers' secret"
+            )
         tcp = [address for address in context.addresses if not address.startswith("unix:")]
         if tcp and not secret:
             raise LaunchError(f"launch.secret_env is missing: over TCP ({tcp[0]}) a worker wants a shared secret")

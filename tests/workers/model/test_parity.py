@@ -6,6 +6,8 @@ The whole matrix {alone, mixed batch} x chunk x cache x pool runs 50 prompts on 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,11 +31,11 @@ def _cell(together: bool, chunk: int, cache: str, tight: bool) -> Cell:
 CELLS = [_cell(*combination) for combination in COMBINATIONS]
 
 
-def _cases(directory: Path, tokenizer: Path, vocab: int) -> list[Case]:
-    cases = oracle.greedy(directory, oracle.prompts(tokenizer, vocab, PROMPTS), NEW_TOKENS)
+def _cases(directory: Path, tokenizer: Path, vocab: int, count: int = PROMPTS) -> list[Case]:
+    cases = oracle.greedy(directory, oracle.prompts(tokenizer, vocab, PROMPTS)[:count], NEW_TOKENS)
     clear = [len(case.expected) for case in cases]
-    assert sum(count > 0 for count in clear) >= PROMPTS - 2
-    assert sum(clear) >= 0.95 * PROMPTS * NEW_TOKENS
+    assert sum(tokens > 0 for tokens in clear) >= count - 2
+    assert sum(clear) >= 0.95 * count * NEW_TOKENS
     return cases
 
 
@@ -43,8 +45,14 @@ def cut_cases(smollm2_cut: Path) -> list[Case]:
 
 
 @pytest.fixture(scope="session")
-def full_cases(smollm2: ModelFiles) -> list[Case]:
-    return _cases(smollm2.dir, smollm2.dir / "tokenizer.json", 49152)
+def full_cases(smollm2: ModelFiles) -> Callable[[int], list[Case]]:
+    """So many of them; transformers is asked for no more than are wanted."""
+
+    @cache
+    def first(count: int) -> list[Case]:
+        return _cases(smollm2.dir, smollm2.dir / "tokenizer.json", 49152, count)
+
+    return lambda count: first(max(count, 2 * GROUP))[:count]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
@@ -71,6 +79,6 @@ def test_mixed_cells_on_the_reference_backend(
     ],
     ids=str,
 )
-def test_full_model(cell: Cell, count: int, smollm2: ModelFiles, full_cases: list[Case]) -> None:
+def test_full_model(cell: Cell, count: int, smollm2: ModelFiles, full_cases: Callable[[int], list[Case]]) -> None:
     """All 30 layers and 49,152 ids, in cells that hold every kind of event; all prompts in the long one."""
-    cell.run(full_cases[:count], load(smollm2, cell.engine("batched")), "batched")
+    cell.run(full_cases(count), load(smollm2, cell.engine("batched")), "batched")
