@@ -34,7 +34,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 PROMPTS = [[*range(40, 57), 100 + own, 7] for own in range(3)] + [[5, 5, 6, 5, 8], list(range(90, 121))]
 NEW = 8
-BASE: Mapping[str, Any] = {"device": "cpu", "threads": 2, "block_size": 16, "blocks": 64, "dtype": "float32"}
+BASE: Mapping[str, Any] = {"device": "cpu", "threads": 1, "block_size": 16, "blocks": 64, "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(models: Path, *names: str, **changes: Any) -> EngineConfig:
     sources = [{"name": Path(name).name.replace(" ", "-"), "source": str(models / name)} for name in names]
-    return EngineConfig(**{**BASE, "attention": "native", "adapters": sources, **changes})
+    kernel = {} if "attention" in changes else {"attention": "native", "threads": 2}
+    return EngineConfig(**{**BASE, **kernel, "adapters": sources, **changes})
 
 
 def digests(bench: Bench) -> dict[str, str]:
