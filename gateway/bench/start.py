@@ -50,12 +50,14 @@ def start_report(target: Target, work: Load, rounds: int, display: Display) -> R
 
     files = target.files()  # what is fetched only once is no part of a start
     vocab = read_config(files.dir).vocab
-    versions = {**software(), **model_versions(target.source, files), "machine": machine()}
+    versions: dict[str, Any] = {**software(), **model_versions(target.source, files), "machine": machine()}
     parameters = {"running": work.running, "input": work.input, "output": work.output}
     report = Report("start", versions, {**parameters, "rounds": rounds, "engine": target.engine.model_dump()})
     for number in range(rounds):
         with display.task(f"round {number + 1}/{rounds}: start a worker, {work.running} requests"):
-            report.runs.append({"round": number + 1, **asyncio.run(_round(target, work, vocab))})
+            figures, hello = asyncio.run(_round(target, work, vocab))
+        report.runs.append({"round": number + 1, **figures})
+        versions |= {"kernels": hello.versions.get("attention"), "device": hello.device, "dtype": hello.dtype}
     return report
 
 
@@ -74,7 +76,7 @@ def start_table(report: Report) -> Table:
     return table
 
 
-async def _round(target: Target, work: Load, vocab: int) -> dict[str, Any]:
+async def _round(target: Target, work: Load, vocab: int) -> tuple[dict[str, Any], Hello]:
     began = time.perf_counter()
     spec = WorkerSpec("bench-0", 0, "measured", target.source, target.engine, str(target.base_dir))
     try:
@@ -98,16 +100,16 @@ async def _round(target: Target, work: Load, vocab: int) -> dict[str, Any]:
         await process.stop(_STOP_S)
     kv = hello.blocks // max(1, len(hello.keeps)) * hello.block_size * hello.kv_bytes_per_token
     written = kv * filled // hello.blocks
-    return {
+    figures = {
         "ready_s": round(ready - began, 3),
         "answered_s": round(answered - ready, 3),
-        "device": hello.device,
         "weight_bytes": hello.weight_bytes,
         "kv_bytes": kv,
         "kv_filled_bytes": written,
         "peak_rss_bytes": peak,
         "rest_bytes": peak - hello.weight_bytes - written if peak is not None and hello.device == "cpu" else None,
     }
+    return figures, hello
 
 
 async def _greeted(client: WorkerClient, process: WorkerProcess) -> tuple[AsyncIterator[Up], Hello]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,10 @@ def test_a_workers_start_and_its_memory(config_file: Path, tmp_path: Path) -> No
     assert 9 * 2 * 16 * per_token <= run["kv_filled_bytes"] <= run["kv_bytes"], "full blocks stay cached"
     assert run["rest_bytes"] == run["peak_rss_bytes"] - run["weight_bytes"] - run["kv_filled_bytes"] > 50 * 2**20
     assert run["ready_s"] > 0 < run["answered_s"]
-    json.dumps(report)
+    versions = report["versions"]
+    assert (versions["device"], versions["dtype"]) == ("cpu", "float32")
+    assert versions["kernels"] == "batched", "its heads are of 8 numbers"
+    assert len(versions["tokenizer_sha256"]) == 64
 
 
 @pytest.mark.parametrize(
