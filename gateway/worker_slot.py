@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,20 +42,6 @@ _LAST_OUTPUTS_S = 0.5
 the process's exit, which says more."""
 
 
-PART = 128
-"""Requests whose news are handed on in one turn of the event loop: a step of thousands would stop all else."""
-
-
-def in_parts(report: StepOutputs) -> Iterator[StepOutputs]:
-    """The same news in reports of at most ``PART`` outputs, in order; a small one is itself."""
-    outputs = report.outputs
-    if len(outputs) <= PART:
-        yield report
-        return
-    for begin in range(0, len(outputs), PART):
-        yield with_fields(report, outputs=outputs[begin : begin + PART])
-
-
 @dataclass(frozen=True, slots=True)
 class SlotOptions:
     """Seconds, unless said otherwise."""
@@ -79,6 +65,10 @@ def backoff_s(failures: int, options: SlotOptions, draw: Callable[[], float]) ->
     if failures == 0:
         return 0.0
     return float(min(options.max_backoff_s, options.backoff_s * 2 ** min(failures - 1, 30)) * (0.5 + draw() / 2))
+
+
+class _WrongWorkerError(Exception):
+    """What is wrong with a worker's Hello."""
 
 
 class WorkerSlot:
@@ -196,27 +186,31 @@ class WorkerSlot:
         """Read the worker's messages to the end of the stream."""
         try:
             await client.connect(self._options.start_timeout_s)
-            async for message in client:
-                if handle.hello is None or isinstance(message, Hello):
-                    wrong = self._greet(handle, client, message)
-                    if wrong is not None:
-                        return WorkerLoss(LossKind.PROTOCOL, wrong)
-                elif isinstance(message, StepOutputs):
-                    handle.received(message)
-                    for part in in_parts(message):
-                        self._tell("on_outputs", partial(self._listener.on_outputs, handle, part))
-                        if part is not message:
-                            await asyncio.sleep(0)
-                elif isinstance(message, AdapterAnswer):
-                    handle.adapters.answered(message)
-                else:
-                    handle.purged(message)
+            await client.listen(partial(self._heard, handle, client))
+        except _WrongWorkerError as error:
+            return WorkerLoss(LossKind.PROTOCOL, str(error))
         except SessionError as error:
             return WorkerLoss(_KINDS.get(error.code, LossKind.DISCONNECTED), str(error))
         except Exception as error:  # nothing that one worker says may end the slot
             log.error("worker_session_failed", worker=self._spec.name, exc_info=error)
             return WorkerLoss(LossKind.PROTOCOL, type(error).__name__)
         return WorkerLoss(LossKind.DISCONNECTED, "the worker ended the session")
+
+    def _heard(self, handle: WorkerHandle, client: WorkerClient, message: Up) -> None:
+        """One message. Raises _WrongWorkerError."""
+        if handle.state is WorkerState.DOWN:
+            return
+        if handle.hello is None or isinstance(message, Hello):
+            wrong = self._greet(handle, client, message)
+            if wrong is not None:
+                raise _WrongWorkerError(wrong)
+        elif isinstance(message, StepOutputs):
+            handle.received(message)
+            self._tell("on_outputs", partial(self._listener.on_outputs, handle, message))
+        elif isinstance(message, AdapterAnswer):
+            handle.adapters.answered(message)
+        else:
+            handle.purged(message)
 
     def _greet(self, handle: WorkerHandle, client: WorkerClient, message: Up) -> str | None:
         if not isinstance(message, Hello) or handle.hello is not None:

@@ -1,6 +1,6 @@
 """Messages between gateway and worker: msgspec Structs, MessagePack on the wire, no pickle anywhere.
 
-One bidirectional gRPC stream per worker (``rpc.py``). Down: ``Generate``, ``Cancel``, ``Keep``, ``Purge``, ``Drain``,
+One session per worker (``rpc``). Down: ``Generate``, ``Cancel``, ``Keep``, ``Purge``, ``Drain``,
 ``Prefetch``, ``LoadAdapter``, ``DropAdapter``. Up: ``Hello`` first, then one ``StepOutputs`` per engine step (coalesced
 when the reader is slower than the engine); ``Purged`` and ``AdapterAnswer`` as answers to a purge and to an adapter's
 coming or going.

@@ -240,6 +240,7 @@ class Station:
             adapters=[told(adapter) for adapter in table],
             ranks=1 if ranks is None else ranks.alive,
             role=self._config.role,
+            address=self.server.blocks_address,
             layout=model.layout if self._config.role != "both" else "",
             transfer_min_tokens=self._config.transfer.min_tokens,
         )

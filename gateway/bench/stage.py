@@ -30,7 +30,7 @@ from gateway.bench.report import BenchError
 from workers.config import EngineConfig
 from workers.launchers.base import WorkerSpec
 from workers.launchers.local import spec_line
-from workers.protocol import Generate, StepOutputs
+from workers.protocol import Generate, StepOutputs, Up
 from workers.rpc.client import WorkerClient
 
 MODEL = "stub"
@@ -112,12 +112,11 @@ async def _direct(address: str, secret: str) -> float:
     client, took = WorkerClient(address, secret), list[float]()
     waiting: dict[str, asyncio.Future[float]] = {}
 
-    async def read() -> None:
-        async for message in client:
-            arrived = time.perf_counter()
-            for output in message.outputs if isinstance(message, StepOutputs) else ():
-                if output.finish:
-                    waiting.pop(output.id).set_result(arrived)
+    def heard(message: Up) -> None:
+        arrived = time.perf_counter()
+        for output in message.outputs if isinstance(message, StepOutputs) else ():
+            if output.finish:
+                waiting.pop(output.id).set_result(arrived)
 
     async def ask(name: str) -> None:
         ended = waiting[name] = asyncio.get_running_loop().create_future()
@@ -128,7 +127,7 @@ async def _direct(address: str, secret: str) -> float:
 
     try:
         await client.connect(_START_S)
-        reader = asyncio.create_task(read())
+        reader = asyncio.create_task(client.listen(heard))
         start = time.perf_counter()
         async with asyncio.timeout(_START_S), asyncio.TaskGroup() as group:
             for index, due in enumerate(poisson(RATE, DIRECT_REQUESTS, "direct")):

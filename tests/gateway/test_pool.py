@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import pytest
 
-from gateway import worker_slot
 from gateway.pool import LossKind, Pool, SlotOptions, WorkerGoneError, WorkerHandle, WorkerLoss, WorkerState
 from gateway.settings import Launch
 from gateway.settings import Pool as PoolConfig
@@ -21,7 +20,7 @@ from workers.config import EngineConfig
 from workers.launchers.base import LaunchContext, Launcher, LaunchError, WorkerExit, WorkerProcess, WorkerSpec
 from workers.launchers.static import StaticLauncher
 from workers.protocol import PROTOCOL, Cancel, Generate, Hello, StepOutputs
-from workers.rpc import WorkerServer
+from workers.rpc import WorkerServer, transport
 from workers.testing import Echo, echo_launcher
 
 pytestmark = pytest.mark.timeout(90)
@@ -137,7 +136,7 @@ async def test_a_long_report_is_handed_on_in_parts_and_others_have_their_turn_be
     start: Start, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2,000 streams of one worker are told of in one message: ``/healthz`` does not wait for all of them."""
-    monkeypatch.setattr(worker_slot, "PART", 3)
+    monkeypatch.setattr(transport, "PART", 3)
     sizes: list[int] = []
     turns: list[int] = []
     turn = 0

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.timeout(60)
 GATEWAY = """
 import asyncio, sys
 from workers.launchers.base import LaunchContext, WorkerSpec
+from workers.protocol import Hello
 from workers.rpc import WorkerClient
 from workers.testing import echo_launcher
 
@@ -22,9 +23,7 @@ async def main():
     worker = await echo_launcher().start(WorkerSpec("w", 0, "m", "echo"))
     client = WorkerClient(worker.address, worker.secret)
     await client.connect()
-    hello = await anext(aiter(client))
-    print(hello.pid, flush=True)
-    await asyncio.sleep(600)
+    await client.listen(lambda message: print(message.pid, flush=True) if isinstance(message, Hello) else None)
 
 asyncio.run(main())
 """

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.workers import tiny_model
+from tests.workers.rpc.heard import Heard
 from workers.config import EngineConfig
 from workers.launchers.base import LaunchContext, WorkerProcess, WorkerSpec
 from workers.launchers.local import LocalLauncher
@@ -107,7 +108,7 @@ async def test_it_loads_serves_and_drains_on_request(start: Callable[..., Any]) 
     worker, log = await start()
     client = WorkerClient(worker.address, worker.secret)
     await client.connect()
-    messages = aiter(client)
+    messages = Heard(client)
     hello = await asyncio.wait_for(anext(messages), 60)
     assert isinstance(hello, Hello)
     assert (hello.worker, hello.model, hello.pid, hello.device, hello.dtype) == (
@@ -159,7 +160,7 @@ async def test_a_cache_in_bytes_holds_more_and_says_so(start: Callable[..., Any]
     worker, log = await start(engine=engine)
     client = WorkerClient(worker.address, worker.secret)
     await client.connect()
-    messages = aiter(client)
+    messages = Heard(client)
     hello = await asyncio.wait_for(anext(messages), 60)
     per_token = 2 * 1 * tiny_model.KV_HEADS * (tiny_model.HEAD_DIM + 2)
     assert (hello.kv_bytes_per_token, hello.blocks) == (per_token, 2**20 // (16 * per_token))
@@ -185,7 +186,7 @@ async def test_by_hand_over_tcp_it_finishes_what_runs_when_told_to_end(model: Pa
         await WorkerClient(address, "not the secret").connect()
     client = WorkerClient(address, SECRET)
     await client.connect()
-    messages = aiter(client)
+    messages = Heard(client)
     assert isinstance(await asyncio.wait_for(anext(messages), 60), Hello)
     client.send(Generate("long", [3, 4, 5], 400, GREEDY))
     while not isinstance(await asyncio.wait_for(anext(messages), 60), StepOutputs):

@@ -1,7 +1,8 @@
 """What a worker still has to say: steps are merged while the reader is slower than the engine, so it stays bounded.
 
 Rules
-- ``put`` is called on the engine thread, everything else on the event loop; one lock guards all state.
+- ``put`` is called on the engine thread, ``take`` there or on the event loop, everything else on the latter; one lock
+  guards all state.
 - Merging keeps meaning: new tokens, text and logprobs are concatenated, cumulative counters, stats and the step number
   are the latest, an end (finish, error, timings) is never lost.
 - Only sequences of the open session pass. Those of an ended session ("orphans") are swallowed until each has finished,
@@ -105,6 +106,7 @@ class Outbox:
         self._wake = wake
         self._lock = threading.Lock()
         self._open = False
+        self._session = 0
         self._live: dict[str, int] = {}
         """Choices still to end, per request of the open session."""
         self._orphans: dict[str, int] = {}
@@ -127,10 +129,12 @@ class Outbox:
         with self._lock:
             return len(self._orphans)
 
-    def open(self) -> None:
-        """A session begins: keep what is put from now on."""
+    def open(self) -> int:
+        """A session begins: keep what is put from now on. Returns its number."""
         with self._lock:
             self._open = True
+            self._session += 1
+            return self._session
 
     def register(self, request_id: str, choices: int) -> bool:
         """A request of the open session arrived. False when its id is in use: it must not be run."""
@@ -180,10 +184,12 @@ class Outbox:
         if idle:
             self._wake()
 
-    def take(self) -> list[Up]:
-        """Everything that is to be sent now, oldest first; empties the box."""
+    def take(self, session: int | None = None) -> list[Up]:
+        """Everything that is to be sent now, oldest first; empties the box. Nothing where ``session`` is over."""
         with self._lock:
             messages: list[Up] = []
+            if session is not None and session != self._session:
+                return messages
             if self._stats is not None:
                 outputs = [merged.build() for merged in self._merged.values()] + (self._only or [])
                 messages.append(StepOutputs(step=self._step, outputs=outputs, stats=self._stats))

@@ -1,4 +1,4 @@
-"""What both ends of the stream agree on: names, limits, channel options, errors. The rules are in ``workers.rpc``."""
+"""What both ends of the stream agree on: limits, errors, gRPC's names and options. The rules are in ``workers.rpc``."""
 
 from __future__ import annotations
 
@@ -58,14 +58,19 @@ class LinkError(Exception):
 class SessionError(Exception):
     """The session ended or never began.
 
-    ``code`` is gRPC's status name in lower case, e.g. ``unauthenticated``, ``aborted`` (replaced by another gateway),
-    ``unavailable`` (connection lost), ``resource_exhausted`` (frame too large); or ``protocol``.
+    ``code`` is gRPC's status name in lower case, whatever the transport: ``unauthenticated``, ``aborted`` (replaced by
+    another gateway), ``unavailable`` (connection lost), ``resource_exhausted`` (frame too large) …; or ``protocol``.
     """
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(f"{code}: {detail}")
         self.code = code
         self.detail = detail
+
+
+def wrong_secret() -> SessionError:
+    """What every stranger hears."""
+    return SessionError("unauthenticated", "this worker takes only its gateway: wrong secret")
 
 
 async def cancel_all(*tasks: asyncio.Task[Any]) -> None:

@@ -48,6 +48,18 @@ def test_a_step_that_is_taken_at_once_is_passed_on_as_it_is() -> None:
     assert outbox.take() == []
 
 
+def test_a_thread_that_is_late_takes_nothing_of_the_next_session() -> None:
+    outbox = Outbox(lambda: None)
+    ended = outbox.open()
+    outbox.close()
+    later = outbox.open()
+    assert outbox.register("a", 1)
+    sent = step(1, token("a", 7, 1))
+    outbox.put(sent)
+    assert outbox.take(ended) == []
+    assert outbox.take(later) == [sent]
+
+
 def test_steps_are_merged_while_nobody_reads() -> None:
     outbox = box(a=1, b=2)
     outbox.put(step(1, token("a", 1, 1), token("b", 10, 1), free=9))

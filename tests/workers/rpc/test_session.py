@@ -1,113 +1,43 @@
-"""The stream between gateway and worker, over real gRPC on a UNIX socket and on TCP."""
+"""The stream between gateway and worker: what every transport keeps to. Each test runs over each of them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 
+from tests.workers.rpc.conftest import TRANSPORTS
+from tests.workers.rpc.heard import Heard
+from tests.workers.rpc.talk import HELLO, SECRET, Serve, Worker, greeted, heard_of
 from workers.protocol import (
-    PROTOCOL,
     Cancel,
     Down,
     Generate,
-    Hello,
     Keep,
     Purge,
     Purged,
     SequenceOutput,
     StepOutputs,
-    Up,
     WorkerStats,
     decode_down,
-    encode,
 )
-from workers.rpc import MAX_FRAME, METHOD, SECRET_KEY, LinkError, SessionError, WorkerClient, WorkerServer
+from workers.rpc import MAX_FRAME, LinkError, SessionError, WorkerClient, WorkerServer
 
-SECRET = "correct-horse-battery"
-HELLO = Hello(PROTOCOL, "w", "m", "rev", "sha", 16, 64, 8, 4096)
 pytestmark = pytest.mark.timeout(60)
 
-Serve = Callable[..., Awaitable["Worker"]]
+
+@pytest.fixture(params=TRANSPORTS)
+def serve(request: pytest.FixtureRequest, serve_at: Serve) -> Serve:
+    return partial(serve_at, request.param)
 
 
-class Worker:
-    """A server that records what it is told and says what a test wants."""
-
-    def __init__(self, address: str, secret: str | None) -> None:
-        self.heard: list[Down] = []
-        self.news = asyncio.Event()
-        self.server = WorkerServer(address, self._hear, secret=secret)
-
-    def _hear(self, message: Down) -> None:
-        self.heard.append(message)
-        self.news.set()
-
-    async def until(self, wanted: Callable[[list[Down]], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not wanted(self.heard):
-                self.news.clear()
-                await self.news.wait()
-
-    def end(self, request_id: str) -> None:
-        output = SequenceOutput(request_id, finish="cancelled")
-        self.server.publish(StepOutputs(99, [output], WorkerStats()))
-
-
-@pytest.fixture
-async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
-    workers: list[Worker] = []
-
-    async def start(address: str | None = None, secret: str | None = None, *, ready: bool = True) -> Worker:
-        folder = tmp_path / f"w{len(workers)}"
-        folder.mkdir(mode=0o700)
-        worker = Worker(address or f"unix:{folder}/s", secret)
-        workers.append(worker)
-        await worker.server.start()
-        if ready:
-            worker.server.ready(HELLO)
-        return worker
-
-    yield start
-    for worker in workers:
-        await worker.server.stop()
-
-
-async def greeted(client: WorkerClient) -> AsyncIterator[Up]:
-    """Connect, check Hello, return the iterator for what follows."""
-    await client.connect(10)
-    messages = aiter(client)
-    assert await anext(messages) == HELLO
-    return messages
-
-
-async def to_the_end(call: Any) -> None:
-    while await call.read() is not grpc.aio.EOF:
-        pass
-
-
-async def heard_of(messages: AsyncIterator[Up], count: int) -> list[int]:
-    tokens: list[int] = []
-    async with asyncio.timeout(30):
-        async for message in messages:
-            if isinstance(message, StepOutputs):
-                tokens += [token for output in message.outputs for token in output.tokens]
-            if len(tokens) >= count:
-                return tokens
-    return tokens
-
-
-@pytest.mark.parametrize("address", [None, "127.0.0.1:0"], ids=["unix", "tcp"])
-async def test_messages_go_both_ways(serve: Serve, address: str | None) -> None:
-    worker = await serve(address, SECRET if address else None)
-    client = WorkerClient(worker.server.address, SECRET if address else None)
+async def test_messages_go_both_ways(serve: Serve) -> None:
+    worker = await serve()
+    client = worker.client()
     messages = await greeted(client)
     request = Generate("a", [1, 2, 3], 4)
     client.send(request)
@@ -129,10 +59,10 @@ async def test_what_nobody_waits_for_goes_with_the_next_message(serve: Serve, mo
         frames.append(decode_down(data))
         return frames[-1]
 
-    monkeypatch.setattr("workers.rpc.server.decode_down", noted)
+    monkeypatch.setattr("workers.rpc.reception.decode_down", noted)
     monkeypatch.setattr("workers.rpc.client.PATIENCE_S", 3600.0)
     worker = await serve()
-    client = WorkerClient(worker.server.address)
+    client = worker.client()
     await greeted(client)
     keep, request = Keep("a", True), Generate("b", [1], 1)
     client.send(keep)
@@ -146,7 +76,7 @@ async def test_what_nobody_waits_for_goes_with_the_next_message(serve: Serve, mo
 
 async def test_what_nobody_waits_for_goes_alone_after_a_while(serve: Serve) -> None:
     worker = await serve()
-    client = WorkerClient(worker.server.address)
+    client = worker.client()
     await greeted(client)
     client.send(Keep("a", True))
     await worker.until(lambda heard: len(heard) == 1)
@@ -158,7 +88,7 @@ async def test_what_nobody_waits_for_goes_alone_after_a_while(serve: Serve) -> N
 async def test_the_end_of_a_session_says_what_is_unsent(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.rpc.client.PATIENCE_S", 3600.0)
     worker = await serve()
-    client = WorkerClient(worker.server.address)
+    client = worker.client()
     await greeted(client)
     client.send(Keep("a", True))
     await client.close()
@@ -167,9 +97,9 @@ async def test_the_end_of_a_session_says_what_is_unsent(serve: Serve, monkeypatc
 
 async def test_hello_waits_for_the_model(serve: Serve) -> None:
     worker = await serve(ready=False)
-    client = WorkerClient(worker.server.address)
+    client = worker.client()
     await client.connect(10)
-    messages = aiter(client)
+    messages = Heard(client)
     first = asyncio.ensure_future(anext(messages))
     await asyncio.sleep(0.05)
     assert not first.done()
@@ -184,9 +114,9 @@ async def test_a_worker_without_a_model_says_why(serve: Serve) -> None:
     why = "engine.tensor_parallel=3 does not divide the model; write 1"
     await worker.server.refuse("nobody hears this one, and nothing is kept of it")
     worker = await serve(ready=False)
-    waiting, late = WorkerClient(worker.server.address), WorkerClient(worker.server.address)
+    waiting, late = worker.client(), worker.client()
     await waiting.connect(10)
-    first = asyncio.ensure_future(anext(aiter(waiting)))
+    first = asyncio.ensure_future(anext(Heard(waiting)))
     await asyncio.sleep(0)
     refusing = asyncio.create_task(worker.server.refuse(why))
     with pytest.raises(SessionError, match="failed_precondition: " + why):
@@ -194,7 +124,7 @@ async def test_a_worker_without_a_model_says_why(serve: Serve) -> None:
     await asyncio.wait_for(refusing, 30)
     await late.connect(10)
     with pytest.raises(SessionError, match=why):
-        await asyncio.wait_for(anext(aiter(late)), 30)
+        await asyncio.wait_for(anext(Heard(late)), 30)
     for client in (waiting, late):
         await client.close()
 
@@ -220,41 +150,13 @@ async def test_nobody_there_is_unavailable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offered", [None, "wrong", SECRET + "x", SECRET[:-1], "correct horse"])
-@pytest.mark.parametrize("address", [None, "127.0.0.1:0"], ids=["unix", "tcp"])
-async def test_gateway_d7_a_caller_without_the_secret_is_refused(
-    serve: Serve, address: str | None, offered: str | None
-) -> None:
+async def test_gateway_d7_a_caller_without_the_secret_is_refused(serve: Serve, offered: str | None) -> None:
     """gateway D7: the worker's port takes only its gateway."""
-    worker = await serve(address, SECRET)
+    worker = await serve()
     with pytest.raises(SessionError) as caught:
         await WorkerClient(worker.server.address, offered).connect(10)
     assert caught.value.code == "unauthenticated"
     assert SECRET not in str(caught.value)
-    assert worker.heard == []
-
-
-async def test_gateway_d7_two_secrets_in_one_call_are_refused(serve: Serve) -> None:
-    """gateway D7: one of them right, one wrong: no guessing by list."""
-    worker = await serve("127.0.0.1:0", SECRET)
-    async with grpc.aio.insecure_channel(worker.server.address) as channel:
-        call = channel.stream_stream(METHOD)(metadata=((SECRET_KEY, "wrong"), (SECRET_KEY, SECRET)))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-@pytest.mark.parametrize(
-    "path", ["/forebay.Worker/Other", "/forebay.worker/Session", "/Session", "/grpc.health.v1.Health/Check", "//"]
-)
-async def test_gateway_d7_there_is_no_other_method(serve: Serve, path: str) -> None:
-    """gateway D7: every other path, with the secret or not, is not there."""
-    worker = await serve("127.0.0.1:0", SECRET)
-    async with grpc.aio.insecure_channel(worker.server.address) as channel:
-        for metadata in ((), ((SECRET_KEY, SECRET),)):
-            call = channel.stream_stream(path)(metadata=metadata)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call.read()
-            assert caught.value.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
     assert worker.heard == []
 
 
@@ -271,14 +173,14 @@ def test_gateway_d7_a_port_that_is_open_to_anybody_does_not_open(tmp_path: Path)
 
 
 async def test_a_port_in_use_is_an_error_that_names_it(serve: Serve) -> None:
-    worker = await serve("127.0.0.1:0", SECRET)
+    worker = await serve()
     with pytest.raises(OSError, match=worker.server.address):
         await Worker(worker.server.address, SECRET).server.start()
 
 
 async def test_a_message_larger_than_a_frame_is_not_sent(serve: Serve) -> None:
     worker = await serve()
-    client = WorkerClient(worker.server.address)
+    client = worker.client()
     await greeted(client)
     with pytest.raises(LinkError, match="bytes"):
         client.send(Purge("p", [bytes(MAX_FRAME + 1)]))
@@ -287,40 +189,10 @@ async def test_a_message_larger_than_a_frame_is_not_sent(serve: Serve) -> None:
     await client.close()
 
 
-async def test_a_peer_that_sends_too_large_a_frame_loses_its_stream_not_the_worker(serve: Serve) -> None:
-    worker = await serve()
-    options = [("grpc.max_send_message_length", -1)]
-    async with grpc.aio.insecure_channel(worker.server.address, options=options) as channel:
-        call = channel.stream_stream(METHOD)()
-        await call.read()
-        await call.write(bytes(MAX_FRAME + 1))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await to_the_end(call)
-    assert caught.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNKNOWN)
-    client = WorkerClient(worker.server.address)
-    await greeted(client)
-    await client.close()
-
-
-@pytest.mark.parametrize("data", [b"\xc1", b"", encode(Purged("p", 1)), b"\x81\xa4type\xa4none"])
-async def test_a_peer_that_talks_nonsense_loses_its_stream_not_the_worker(serve: Serve, data: bytes) -> None:
-    worker = await serve()
-    async with grpc.aio.insecure_channel(worker.server.address) as channel:
-        call = channel.stream_stream(METHOD)()
-        await call.read()
-        await call.write(data)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await to_the_end(call)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    client = WorkerClient(worker.server.address)
-    await greeted(client)
-    await client.close()
-
-
 async def test_a_slow_reader_gets_fewer_messages_and_every_token(serve: Serve) -> None:
     worker = await serve()
-    client = WorkerClient(worker.server.address)
-    messages = await greeted(client)
+    client = worker.client()
+    await client.connect(10)
     client.send(Generate("a", [1], 100_000))
     await worker.until(lambda heard: len(heard) == 1)
     steps, per_step = 2000, 64
@@ -333,7 +205,9 @@ async def test_a_slow_reader_gets_fewer_messages_and_every_token(serve: Serve) -
 
     thread = threading.Thread(target=engine)
     thread.start()
-    await asyncio.to_thread(thread.join)  # the loop runs on, but nobody reads the stream
+    await asyncio.to_thread(thread.join)  # the loop runs on, but nobody listens
+    messages = Heard(client)
+    assert await anext(messages) == HELLO
     count, tokens, last = 0, [], 0
     async with asyncio.timeout(30):
         while len(tokens) < steps * per_step:
@@ -349,8 +223,8 @@ async def test_a_slow_reader_gets_fewer_messages_and_every_token(serve: Serve) -
 
 
 async def test_a_new_session_replaces_the_old_and_cancels_its_requests(serve: Serve) -> None:
-    worker = await serve("127.0.0.1:0", SECRET)
-    old, new = (WorkerClient(worker.server.address, SECRET) for _ in range(2))
+    worker = await serve()
+    old, new = worker.client(), worker.client()
     old_messages = await greeted(old)
     old.send(Generate("a", [1], 4))
     old.send(Generate("b", [1], 4))
@@ -360,7 +234,7 @@ async def test_a_new_session_replaces_the_old_and_cancels_its_requests(serve: Se
         await anext(old_messages)
     assert caught.value.code == "aborted"
     await worker.until(lambda heard: set(map(repr, heard[2:])) == {repr(Cancel("a")), repr(Cancel("b"))})
-    new_messages = aiter(new)
+    new_messages = Heard(new)
     hello = asyncio.ensure_future(anext(new_messages))
     worker.end("a")
     await asyncio.sleep(0.05)
@@ -376,8 +250,8 @@ async def test_a_new_session_replaces_the_old_and_cancels_its_requests(serve: Se
 
 
 async def test_a_wrong_secret_replaces_nobody(serve: Serve) -> None:
-    worker = await serve("127.0.0.1:0", SECRET)
-    client = WorkerClient(worker.server.address, SECRET)
+    worker = await serve()
+    client = worker.client()
     messages = await greeted(client)
     with pytest.raises(SessionError):
         await WorkerClient(worker.server.address, "wrong").connect(10)
@@ -390,7 +264,7 @@ async def test_a_wrong_secret_replaces_nobody(serve: Serve) -> None:
 
 async def test_the_end_of_a_session_cancels_its_requests(serve: Serve) -> None:
     worker = await serve()
-    client = WorkerClient(worker.server.address)
+    client = worker.client()
     await greeted(client)
     client.send(Generate("a", [1], 4))
     client.send(Generate("done", [1], 4))
@@ -403,7 +277,7 @@ async def test_the_end_of_a_session_cancels_its_requests(serve: Serve) -> None:
 
 async def test_an_id_that_is_running_does_not_run_twice(serve: Serve) -> None:
     worker = await serve()
-    client = WorkerClient(worker.server.address)
+    client = worker.client()
     await greeted(client)
     client.send(Generate("a", [1], 4))
     client.send(Generate("a", [2], 4))
@@ -414,7 +288,7 @@ async def test_an_id_that_is_running_does_not_run_twice(serve: Serve) -> None:
 
 async def test_an_ended_session_ends_in_good_order_with_all_that_was_said(serve: Serve) -> None:
     worker = await serve()
-    client = WorkerClient(worker.server.address)
+    client = worker.client()
     messages = await greeted(client)
     client.send(Generate("a", [1], 4))
     await worker.until(lambda heard: len(heard) == 1)
@@ -428,7 +302,7 @@ async def test_an_ended_session_ends_in_good_order_with_all_that_was_said(serve:
 
 async def test_a_worker_that_goes_away_breaks_the_stream(serve: Serve) -> None:
     worker = await serve()
-    client = WorkerClient(worker.server.address)
+    client = worker.client()
     messages = await greeted(client)
     await worker.server.stop()
     with pytest.raises(SessionError):
@@ -441,7 +315,7 @@ async def test_a_worker_that_goes_away_breaks_the_stream(serve: Serve) -> None:
 
 async def test_the_outbound_line_is_bounded_for_requests_and_has_room_for_cancels(serve: Serve) -> None:
     worker = await serve()
-    client = WorkerClient(worker.server.address, max_queued=3)
+    client = worker.client(max_queued=3)
     await greeted(client)
     for number in range(3):  # the loop does not run in between: nothing leaves the line
         client.send(Generate(f"r{number}", [1], 1))

@@ -17,6 +17,7 @@ import pytest
 from cryptography import x509
 
 from tests.certificates import Authority, Pair
+from tests.workers.rpc.heard import Heard
 from workers.options import OptionsError, parse
 from workers.protocol import PROTOCOL, Down, Hello, StepOutputs, WorkerStats
 from workers.rpc import METHOD, SECRET_KEY, SessionError, TlsFiles, TlsFilesError, WorkerClient, WorkerServer, listening
@@ -58,7 +59,7 @@ async def serve() -> AsyncIterator[Serve]:
 async def greeting(client: WorkerClient) -> object:
     await client.connect(10)
     try:
-        return await anext(aiter(client))
+        return await anext(Heard(client))
     finally:
         await client.close()
 
@@ -184,7 +185,7 @@ async def test_a_workers_renewed_certificate_is_shown_and_its_stream_goes_on(
         stack.push_async_callback(server.stop)
         stack.push_async_callback(client.close)
         await client.connect(10)
-        news = aiter(client)
+        news = Heard(client)
         assert await anext(news) == HELLO
         first = await shown(server.address, gateway)
 
