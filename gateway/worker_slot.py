@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from msgspec.structs import replace as with_fields
 
@@ -65,6 +66,19 @@ def backoff_s(failures: int, options: SlotOptions, draw: Callable[[], float]) ->
     if failures == 0:
         return 0.0
     return float(min(options.max_backoff_s, options.backoff_s * 2 ** min(failures - 1, 30)) * (0.5 + draw() / 2))
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Nothing is left over though this task is cancelled meanwhile; that it was follows then."""
+    task, cancelled = asyncio.create_task(work), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 class _WrongWorkerError(Exception):
@@ -160,8 +174,7 @@ class WorkerSlot:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._end(process, client, grace_s)
+            await _to_the_end(self._end(tasks, process, client, grace_s))
 
     def _cause(
         self,
@@ -261,7 +274,14 @@ class WorkerSlot:
             self._tell("on_lost", partial(self._listener.on_lost, handle, loss))
         return loss
 
-    async def _end(self, process: WorkerProcess, client: WorkerClient, grace_s: float) -> None:
+    async def _end(
+        self,
+        tasks: Iterable[asyncio.Task[Any]],
+        process: WorkerProcess,
+        client: WorkerClient,
+        grace_s: float,
+    ) -> None:
+        await asyncio.gather(*tasks, return_exceptions=True)
         try:
             await client.close()
             await process.stop(grace_s)

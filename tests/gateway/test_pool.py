@@ -273,6 +273,8 @@ async def test_gateway_c13_one_dead_worker_does_not_touch_the_others(start: Star
     assert second.state is WorkerState.READY
     await dispatcher.until(lambda: bool(dispatcher.lost))
     assert dispatcher.lost[0][0] is first
+    await pool.stop()  # while what is left of it is being cleared away
+    assert not alive(first.hello.pid)
 
 
 async def test_a_worker_that_cannot_start_is_tried_again_ever_more_slowly(start: Start, dispatcher: Dispatcher) -> None:

@@ -74,9 +74,11 @@ class WorkerClient:
         """
         self._closed = True
         self._lose_patience()
-        if self._line.up:
-            await self._line.say_the_rest(LAST_WORDS_S)
-        await self._line.close()
+        try:
+            if self._line.up:
+                await self._line.say_the_rest(LAST_WORDS_S)
+        finally:
+            await self._line.close()
 
     def _wake(self) -> None:
         self._patience = None
