@@ -27,6 +27,7 @@ from workers.launchers.base import LaunchContext, LaunchError, WorkerProcess, Wo
 from workers.launchers.local import LocalLauncher
 from workers.protocol import Generate, Hello, SamplingParams, StepOutputs, Up
 from workers.rpc.client import WorkerClient
+from workers.rpc.heard import Heard
 from workers.rpc.wire import LinkError, SessionError, cancel_all
 
 MIB = 2**20
@@ -117,7 +118,7 @@ async def _greeted(client: WorkerClient, process: WorkerProcess) -> tuple[AsyncI
 
     async def first() -> tuple[AsyncIterator[Up], Up | None]:
         await client.connect(MOST_S)
-        messages = aiter(client)
+        messages = Heard(client)
         return messages, await anext(messages, None)
 
     greeting, ended = asyncio.create_task(first()), asyncio.create_task(process.wait())

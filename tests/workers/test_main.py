@@ -18,13 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.workers import tiny_model
-from tests.workers.rpc.heard import Heard
 from workers.config import EngineConfig
 from workers.launchers.base import LaunchContext, WorkerProcess, WorkerSpec
 from workers.launchers.local import LocalLauncher
 from workers.main import main
 from workers.protocol import Drain, Generate, Hello, SamplingParams, StepOutputs
 from workers.rpc import SessionError, WorkerClient
+from workers.rpc.heard import Heard
 
 pytestmark = pytest.mark.timeout(120)
 ENGINE = EngineConfig(device="cpu", dtype="float32", blocks=40, max_running=4, threads=1)

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from tests.workers.rpc.heard import Heard
 from workers.protocol import PROTOCOL, Down, Hello, SequenceOutput, StepOutputs, Up, WorkerStats
 from workers.rpc import WorkerClient, WorkerServer
+from workers.rpc.heard import Heard
 
 SECRET = "correct-horse-battery"
 HELLO = Hello(PROTOCOL, "w", "m", "rev", "sha", 16, 64, 8, 4096)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.workers.rpc.conftest import TRANSPORTS
-from tests.workers.rpc.heard import Heard
 from tests.workers.rpc.talk import HELLO, SECRET, Serve, Worker, greeted, heard_of
 from workers.protocol import (
     Cancel,
@@ -26,6 +25,7 @@ from workers.protocol import (
     decode_down,
 )
 from workers.rpc import MAX_FRAME, LinkError, SessionError, WorkerClient, WorkerServer
+from workers.rpc.heard import Heard
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,10 +17,10 @@ import pytest
 from cryptography import x509
 
 from tests.certificates import Authority, Pair
-from tests.workers.rpc.heard import Heard
 from workers.options import OptionsError, parse
 from workers.protocol import PROTOCOL, Down, Hello, StepOutputs, WorkerStats
 from workers.rpc import METHOD, SECRET_KEY, SessionError, TlsFiles, TlsFilesError, WorkerClient, WorkerServer, listening
+from workers.rpc.heard import Heard
 
 SECRET = "correct-horse-battery"
 HELLO = Hello(PROTOCOL, "w", "m", "rev", "sha", 16, 64, 8, 4096)

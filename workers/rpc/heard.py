@@ -1,17 +1,18 @@
-"""A client's messages one by one, for tests that ask for the next."""
+"""A client's messages one by one, for whoever asks for the next: benchmarks and tests."""
 
 from __future__ import annotations
 
 import asyncio
 
 from workers.protocol import Up
-from workers.rpc import WorkerClient
+from workers.rpc.client import WorkerClient
 
 
 class Heard:
-    """Listens from now on, in a task of its own; iterates over what came, then raises what ended it."""
+    """Iterates over what came; ends with the session, or raises what broke it. Unbounded: nothing waits in the worker."""
 
     def __init__(self, client: WorkerClient) -> None:
+        """Listens from now on, in a task of its own, until the client is closed."""
         self._queue: asyncio.Queue[Up] = asyncio.Queue()
         self._listening = asyncio.create_task(client.listen(self._queue.put_nowait))
 
@@ -19,6 +20,7 @@ class Heard:
         return self
 
     async def __anext__(self) -> Up:
+        """Raises SessionError."""
         if self._queue.empty():
             coming = asyncio.create_task(self._queue.get())
             try:
