@@ -9,7 +9,7 @@ from workers.rpc.client import WorkerClient
 
 
 class Heard:
-    """Iterates over what came; ends with the session, or raises what broke it. Unbounded: nothing waits in the worker."""
+    """Iterates over what came; ends with the session, or raises what broke it. Unbounded, so for small talk only."""
 
     def __init__(self, client: WorkerClient) -> None:
         """Listens from now on, in a task of its own, until the client is closed."""
