@@ -14,7 +14,7 @@
 // - A token's bytes and scale depend on its own numbers only. A head that is not finite has NaN as its scale of V, so
 //   that whoever sees the token gets NaN, as without quantisation.
 #pragma once
-#include "vec.h"
+#include "integers.h"
 
 namespace fb {
 
@@ -112,68 +112,9 @@ struct Bytes {
   }
 };
 
-struct Int8 : Bytes<Int8> {
+struct Int8 : Bytes<Int8>, Integers {
   typedef int8_t S;
-  typedef int16_t T;
   static constexpr float kLargest = 127.f, kMost = 32767.f;  // of what is stored; of queries and weights
-#if defined(__AVX512BW__)
-  typedef __m512i W;
-  typedef __m512i A;
-  static A none() { return _mm512_setzero_si512(); }
-  static W loadw(const S* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
-  static A mac(A a, W w, const T* x) {
-#if defined(__AVX512VNNI__)
-    const __m512i both = _mm512_set1_epi32(pair(x));
-    asm("vpdpwssd %2, %1, %0" : "+v"(a) : "v"(w), "v"(both));  // GCC 12 moves the intrinsic's sums to and fro
-    return a;
-#else
-    return _mm512_add_epi32(a, _mm512_madd_epi16(w, _mm512_set1_epi32(pair(x))));
-#endif
-  }
-  static V real(A a) { return _mm512_cvtepi32_ps(a); }
-#elif defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
-  struct W {
-    __m256i a, b;
-  };
-  typedef W A;
-  static A none() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  static W loadw(const S* p) {
-    return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)),
-            _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
-  }
-  static A mac(A a, W w, const T* x) {
-    const __m256i both = _mm256_set1_epi32(pair(x));
-    return {_mm256_add_epi32(a.a, _mm256_madd_epi16(w.a, both)), _mm256_add_epi32(a.b, _mm256_madd_epi16(w.b, both))};
-  }
-  static V real(A a) { return {_mm256_cvtepi32_ps(a.a), _mm256_cvtepi32_ps(a.b)}; }
-#else
-  struct W {
-    T v[2 * kLanes];
-  };
-  struct A {
-    int32_t i[kLanes];
-  };
-  static A none() { return {}; }
-  static W loadw(const S* p) {
-    W w;
-    for (int i = 0; i < 2 * kLanes; i++) w.v[i] = p[i];
-    return w;
-  }
-  static A mac(A a, W w, const T* x) {
-    for (int i = 0; i < kLanes; i++) a.i[i] += w.v[2 * i] * x[0] + w.v[2 * i + 1] * x[1];
-    return a;
-  }
-  static V real(A a) {
-    float f[kLanes];
-    for (int i = 0; i < kLanes; i++) f[i] = float(a.i[i]);
-    return load(f);
-  }
-#endif
-  static int32_t pair(const T* x) {
-    int32_t i;
-    std::memcpy(&i, x, 4);
-    return i;
-  }
   template <class S>
   static V score(A a, const S* at, int dim) {
     return mul(real(a), key_scales(at, dim));

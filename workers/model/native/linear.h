@@ -5,11 +5,13 @@
 // One register tile is up to kRows rows x 32 columns; the sum over k runs in one accumulator in order, so a row's result
 // depends neither on the other rows nor on how many there are.
 // Quantised: the first tile multiplies weights as it unpacks them, and leaves them unpacked for the other tiles.
+// kInt8: codes are multiplied as integers with inputs in block floating point (fixed.h), and the exact sum of each group
+// of 32 is scaled and added in fp32, group after group. Not even how a machine adds up changes a bit.
 #pragma once
 #include <algorithm>
 
+#include "fixed.h"
 #include "lora.h"
-#include "quantised.h"
 
 namespace fb {
 
@@ -26,6 +28,7 @@ struct Linear {
     return (const uint8_t*)w + std::min(p, first) * stride + std::max(p - first, 0L) * later_stride;
   }
   long kind_of(long p) const { return p < first ? kind : later_kind; }
+  bool integers() const { return kind == kInt8 || later_kind == kInt8; }
 };
 
 inline V silu(V x) { return div(x, add(set1(1.f), exp(sub(zero(), x)))); }
@@ -120,7 +123,67 @@ inline Fused<P> reader(long rows) {
 
 template <class P>
 inline Fused<P> reader(long kind, long rows) {
-  return kind == kQ8 ? reader<P, ReadQ8<P>>(rows) : kind == kQ4 ? reader<P, ReadQ4<P>>(rows) : reader<P, ReadQ4K<P>>(rows);
+  return kind == kQ8 || kind == kInt8 ? reader<P, ReadQ8<P>>(rows)
+         : kind == kQ4 ? reader<P, ReadQ4<P>>(rows) : reader<P, ReadQ4K<P>>(rows);
+}
+
+constexpr int kCounted = kRows < 10 ? kRows : 10;  // rows of a tile of integers; more of them wait for the stack
+
+// sums = x w over a panel of kInt8, for R rows. Up to 4 rows the processor sees by itself what is read next; fetching it
+// as well took half as long again.
+template <int R, bool Streamed>
+void counted(const Fixed& x, const uint8_t* panel, Sums& sums) {
+  typedef Integers I;
+  constexpr bool kFetched = Streamed && R > 4;
+  constexpr int kPairs = kGroup32 / 2, kUnrolled = R > 4 ? 2 : kPairs;
+  const long ldx = x.groups * kGroup32;
+  V all[R][2];
+  unrolled<R>([&](auto r) FB_INLINE { all[r][0] = all[r][1] = set1(x.broken[r]); });
+  for (long g = 0; g < x.groups; g++, panel += kHalves + kCodes) {
+    I::A a[R][2];
+    unrolled<R>([&](auto r) FB_INLINE { a[r][0] = a[r][1] = I::none(); });
+    const int16_t* at[(R + 2) / 3];  // as in `accumulate`
+    unrolled<(R + 2) / 3>([&](auto t) FB_INLINE { at[t] = x.numbers + 3 * t * ldx + g * kGroup32; });
+    const uint8_t* codes = panel + kHalves;
+    if (kFetched) fetch<1>(panel);
+    for (int i = 0; i < kPairs; i += kUnrolled) {
+      unrolled<kUnrolled>([&](auto j) FB_INLINE {
+        const int8_t* pairs = (const int8_t*)codes + 2 * kPanel * j;
+        const I::W w0 = I::loadw(pairs), w1 = I::loadw(pairs + kPanel);
+        if (kFetched) fetch<1>(pairs);
+        unrolled<R>([&](auto r) FB_INLINE {
+          const int16_t* one = at[r / 3] + r % 3 * ldx + 2 * j;
+          a[r][0] = I::mac(a[r][0], w0, one);
+          a[r][1] = I::mac(a[r][1], w1, one);
+        });
+      });
+      codes += 2 * kPanel * kUnrolled;
+      unrolled<(R + 2) / 3>([&](auto t) FB_INLINE {
+        at[t] += 2 * kUnrolled;
+        hidden(at[t]);
+      });
+    }
+    const V least = set1(0x1p-24f);  // of a half above 0; where the scale is 0, so are the codes
+    const V low = max(load_half((const uint16_t*)panel), least), high = max(load_half((const uint16_t*)panel + 16), least);
+    const int32_t* units = x.units + g;
+    unrolled<R>([&](auto r) FB_INLINE {
+      const int32_t unit = units[r * x.groups];
+      all[r][0] = I::scaled(a[r][0], I::times(low, unit), all[r][0]);
+      all[r][1] = I::scaled(a[r][1], I::times(high, unit), all[r][1]);
+    });
+  }
+  unrolled<R>([&](auto r) FB_INLINE { sums[r][0] = all[r][0], sums[r][1] = all[r][1]; });
+}
+
+typedef void (*Counted)(const Fixed&, const uint8_t*, Sums&);
+
+// `counted` for so many rows, 1 <= rows <= kCounted.
+template <bool Streamed, int R = kCounted>
+inline Counted counter(long rows) {
+  if constexpr (R > 1)
+    return rows == R ? counted<R, Streamed> : counter<Streamed, R - 1>(rows);
+  else
+    return counted<1, Streamed>;
 }
 
 template <class P, int E>
@@ -150,21 +213,25 @@ inline void finish(const Sums& sums, long rows, const float* bias, const float* 
 }
 
 // Columns of panels [p0, p1) for `rows` rows, in tiles of equal height. `out` is float [rows][ldo], or P::T for the
-// gated epilogues. `unpacked`: room for a panel. `low`: the adapters of these rows, of which the first is row
-// `row` of the step; or null.
+// gated epilogues. `fixed`: x once more, where there are panels of kInt8. `unpacked`: room for a panel. `low`: the
+// adapters of these rows, of which the first is row `row` of the step; or null.
 template <class P, int E>
-inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, long rows, void* out, long ldo,
-                   typename P::T* unpacked, const Low<P>* low, long row) {
+inline void linear(const Linear& l, long p0, long p1, const typename P::T* x, const Fixed& fixed, long rows, void* out,
+                   long ldo, typename P::T* unpacked, const Low<P>* low, long row) {
   alignas(64) float updates[kRows * kPanel];
-  const long unit = (E == kSilu || E == kGelu) ? long(sizeof(typename P::T)) : 4, tiles = (rows + kRows - 1) / kRows;
+  const long unit = (E == kSilu || E == kGelu) ? long(sizeof(typename P::T)) : 4;
   for (long p = p0; p < p1; p++) {
     const uint8_t* panel = l.panel(p);
     const long kind = l.kind_of(p);
+    const bool integers = P::K == 2 && kind == kInt8;  // bfloat16; fp32 multiplies with the weights
+    const long tall = integers ? kCounted : kRows, tiles = (rows + tall - 1) / tall;
     for (long t = 0; t < tiles; t++) {
       const long r = rows * t / tiles, n = rows * (t + 1) / tiles - r;
       Sums sums;
       if (kind == kDense)
         accumulator<P, true>(n)(x + r * l.k, l.k, (const typename P::T*)panel, l.k, sums);
+      else if (integers)
+        (t == 0 ? counter<true>(n) : counter<false>(n))(fixed.from(r), panel, sums);
       else if (t == 0)
         reader<P>(kind, n)(x, l.k, panel, l.k, unpacked, tiles > 1 ? kPanel * P::K : 0, sums);
       else

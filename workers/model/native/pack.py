@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from workers.model.native.abi import Linear
-from workers.model.quant.matrix import GROUP, Q4, Q4K, Q8, SUPER, Matrix, Quantised, Stacked, joined
+from workers.model.quant.matrix import GROUP, Q4, Q4K, Q8, Q8_0, SUPER, Matrix, Quantised, Stacked, joined
 
 PANEL = 32
 LANES = 16
 _HUGE = 2 << 20
-KINDS = {Q8: 1, Q4: 2, Q4K: 3}
+KINDS = {Q8_0: 1, Q4: 2, Q4K: 3, Q8: 4}
 """``Kind`` of quantised.h."""
 
 

@@ -1,6 +1,7 @@
-// How the attention of one layer is cut into tasks.
+// How linears and the attention of one layer are cut into tasks.
 //
 // Rules
+// - Results do not depend on it.
 // - Before the last layer every row attends. In the last one only rows that sample do: of the others nothing but their
 //   keys and values is ever read, so a prompt's rows end there.
 // - Made by the caller before the threads run. A thread that is late knows counts from its job, and looks at tasks only
@@ -15,6 +16,20 @@
 #include "pool.h"
 
 namespace fb {
+
+constexpr long kBlock = 128;  // rows whose inputs stay in a core's cache while all columns pass by
+
+// How a linear is cut into tasks: blocks of rows, and in each parts of the columns; enough tasks that a thread without
+// a core costs little.
+struct Grid {
+  long rows, panels, blocks, parts;
+  Grid(long rows, long columns, long threads) : rows(rows), panels(columns / kPanel), blocks((rows + kBlock - 1) / kBlock) {
+    parts = std::max(1L, std::min(panels, (threads * 8 + blocks - 1) / std::max(1L, blocks)));
+  }
+  int tasks() const { return int(blocks * parts); }
+  long row(long block) const { return rows * block / blocks; }
+  long panel(long part) const { return panels * part / parts; }
+};
 
 struct Task {
   int chunk, row, rows, head, heads, split, splits;

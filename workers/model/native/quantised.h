@@ -2,6 +2,7 @@
 //
 // Layout: panels of 32 columns as in linear.h; each panel is its groups of 32 rows (of k) one after the other:
 //   kQ8   32 half scales d; 1024 int8 codes q.                                        w = d q         (8.5 bits)
+//   kInt8 the same.
 //   kQ4   32 half scales d, 32 half offsets m; 1024 4-bit codes.                      w = d q + m     (5 bits)
 //   kQ4K  before each 8th group 32 half D and 32 half M; 32 bytes a, 32 bytes b;
 //         1024 4-bit codes.                                                           w = D a q - M b (4.63 bits)
@@ -9,18 +10,19 @@
 // in bits 4i..4i+3. Whatever k is, its last group is whole (codes 0).
 //
 // Every product is exact in fp32 and rounded once to bfloat16: all machines and both types compute with the same weights.
+// kInt8 is multiplied without being unpacked (linear.h): only a column that is gathered, a token's embedding, is.
 #pragma once
 #include "vec.h"
 
 namespace fb {
 
-enum Kind { kDense, kQ8, kQ4, kQ4K };
+enum Kind { kDense, kQ8, kQ4, kQ4K, kInt8 };
 constexpr long kPanel = 32, kGroup32 = 32, kSuper = 8, kStride = 4;  // kStride: rows of k that are unpacked at a time
 constexpr long kCodes = kPanel * kGroup32, kHalves = kPanel * 2;
 constexpr long kAheadFar = 16 << 10, kAheadNear = 1 << 10;  // bytes that codes are fetched ahead into L2 and L1
 
 template <long kLines>
-inline void fetch(const void* p) {
+FB_INLINE inline void fetch(const void* p) {
   for (long b = 0; b < 64 * kLines; b += 64) {
     prefetch_l2((const char*)p + kAheadFar + b);
     prefetch((const char*)p + kAheadNear + b);

@@ -23,7 +23,6 @@ using namespace fb;
 namespace {
 
 constexpr long kFew = 8;           // rows that every thread norms for itself: cheaper than to wait for each other
-constexpr long kBlock = 128;       // rows whose inputs stay in a core's cache while all columns pass by
 constexpr long kIdle = 384 << 10;  // bytes of the next linear that a thread fetches while it waits
 
 struct Engine {
@@ -40,27 +39,18 @@ struct Job {
   LoraWork lora;
 };
 
-// How a linear is cut into tasks: blocks of rows, and in each parts of the columns; enough tasks that a thread without
-// a core costs little. Results do not depend on it.
-struct Grid {
-  long rows, panels, blocks, parts;
-  Grid(long rows, long columns, long threads) : rows(rows), panels(columns / kPanel), blocks((rows + kBlock - 1) / kBlock) {
-    parts = std::max(1L, std::min(panels, (threads * 8 + blocks - 1) / std::max(1L, blocks)));
-  }
-  int tasks() const { return int(blocks * parts); }
-  long row(long block) const { return rows * block / blocks; }
-  long panel(long part) const { return panels * part / parts; }
-};
-
 // What one thread has for itself.
 template <class P, class C>
 struct Local {
   Tile<P, C> tile;
   alignas(64) typename P::T q[kMaxDim];
   Array<typename P::T> rows, panel;
+  FixedRows fixed;
   const char *ahead = nullptr, *ahead_end = nullptr;  // weights that it will read next
   Draw draw;
-  Local(long hidden, long deepest, int vocab) : rows(kFew * hidden), panel(kPanel * deepest), draw(vocab) {}
+  // `counted`: rows that are multiplied as integers at a time.
+  Local(long hidden, long deepest, long counted, int vocab)
+      : rows(kFew * hidden), panel(kPanel * deepest), fixed(counted, deepest), draw(vocab) {}
 };
 
 template <class P, class C>
@@ -101,8 +91,12 @@ struct Impl final : Engine {
 
   static std::vector<Local<P, C>> locals(int threads, const FbModel& m) {
     const long deepest = std::max({m.hidden, m.ffn, m.heads * m.head_dim});
+    bool integers = m.head.integers();
+    for (const FbLayer* l = m.layer; l < m.layer + m.layers; l++)
+      integers |= l->qkv.integers() || l->o.integers() || l->gate_up.integers() || l->down.integers();
+    const long counted = integers && P::K == 2 ? std::min(kBlock, long(std::max(m.max_rows, m.max_samples))) : 0;
     std::vector<Local<P, C>> made;
-    for (int i = 0; i < threads; i++) made.emplace_back(m.hidden, deepest, int(m.head.n));
+    for (int i = 0; i < threads; i++) made.emplace_back(m.hidden, deepest, counted, int(m.head.n));
     return made;
   }
 
@@ -123,6 +117,7 @@ struct Impl final : Engine {
     const Grid grid(n, l.n, threads);
     Local<P, C>& mine = local[walk.thread];
     mine.ahead = mine.ahead_end = nullptr;
+    mine.fixed.begin();
     if (next) {
       const Grid then(n, next->n, threads);
       mine.ahead = (const char*)next->panel(then.panel(long(then.tasks()) * walk.thread / threads % then.parts));
@@ -131,9 +126,13 @@ struct Impl final : Engine {
     return walk.each(
         grid.tasks(),
         [&](int i) {
-          const long block = i / grid.parts, part = i % grid.parts, r = grid.row(block);
-          linear<P, E>(l, grid.panel(part), grid.panel(part + 1), in + r * l.k, grid.row(block + 1) - r,
-                       (char*)out + r * ldo * unit, ldo, mine.panel.data(), low, r);
+          const long block = i / grid.parts, part = i % grid.parts, r = grid.row(block), count = grid.row(block + 1) - r;
+          const T* x = in + r * l.k;
+          Fixed fixed;
+          if constexpr (P::K == 2)
+            if (l.integers()) fixed = mine.fixed.of(x, count, l.k, block);
+          linear<P, E>(l, grid.panel(part), grid.panel(part + 1), x, fixed, count, (char*)out + r * ldo * unit, ldo,
+                       mine.panel.data(), low, r);
         },
         Fetch{mine});
   }

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.model.quant.matrix import GROUP, Q4, Q4K, Q8, SUPER, Quantised
+from workers.model.quant.matrix import GROUP, Q4, Q4K, Q8_0, SUPER, Quantised
 
 Bytes = NDArray[Any]
 """Of uint8."""
@@ -33,7 +33,7 @@ def _pairs(low: Bytes, high: Bytes) -> Tensor:
 
 def _q8_0(blocks: Bytes, columns: int) -> Quantised:
     codes = torch.from_numpy(blocks[..., 2:].copy().view(np.int8).reshape(len(blocks), -1))
-    return Quantised(Q8, columns, codes, (_halves(blocks, 0),))
+    return Quantised(Q8_0, columns, codes, (_halves(blocks, 0),))
 
 
 def _q5_0(blocks: Bytes, columns: int) -> Quantised:
@@ -41,7 +41,7 @@ def _q5_0(blocks: Bytes, columns: int) -> Quantised:
     low = blocks[..., 6:]
     codes = np.concatenate([low & 15, low >> 4], axis=-1) | fifth << 4
     signed = torch.from_numpy((codes.astype(np.int8) - 16).reshape(len(blocks), -1))
-    return Quantised(Q8, columns, signed, (_halves(blocks, 0),))
+    return Quantised(Q8_0, columns, signed, (_halves(blocks, 0),))
 
 
 def _q4_0(blocks: Bytes, columns: int) -> Quantised:

@@ -1,12 +1,15 @@
 """A weight matrix in 8 or 4 bits, in groups of 32 inputs of one output.
 
-    q8    w = d q            d half, q in [-127, 127] (GGUF's own may be -128)          8.5 bits per weight
+    q8    w = d q            d half, q in [-127, 127]                                   8.5 bits per weight
+    q8_0  w = d q            the same, as a GGUF file has it: q may be -128             8.5 bits
     q4    w = d q + m        d, m half, q in [0, 15]                                     5 bits
     q4k   w = D a q - M b    D, M half per 8 groups, a and b bytes per group             4.63 bits
 
 Rules
 - A weight is the formula in fp32, rounded once to bfloat16. Every product in it is exact, so torch, the kernel on any
-  machine and the dequantised matrix compute with the very same numbers, whatever type they compute in.
+  machine and the dequantised matrix compute with the very same numbers, whatever type they compute in. But for q8
+  where the kernel computes in bfloat16: there codes are multiplied as integers, and weights not rounded at all
+  (``native/fixed.h``).
 - Rows (outputs) are independent: they may be picked, reordered and joined. Inputs may not.
 - Inputs that do not fill the last group are followed by codes 0 that nobody reads.
 """
@@ -55,6 +58,7 @@ def _nested(d: Tensor, m: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]
 
 
 Q8 = Format("q8", 8, ("d",), _one)
+Q8_0 = Format("q8_0", 8, ("d",), _one)
 Q4 = Format("q4", 4, ("d", "m"), _two)
 Q4K = Format("q4k", 4, ("d", "m", "a", "b"), _nested)
 

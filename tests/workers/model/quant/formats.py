@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from tests.workers.model.native.test_kernel import BLOCK, Kernel
 from workers.model.config import read_config
 from workers.model.native.decoder import NativeCache, NativeDecoder
-from workers.model.quant.matrix import Q4, Quantised
+from workers.model.quant.matrix import Q4, Q8_0, Quantised
 from workers.model.quant.rounding import int4, int8
 from workers.model.weights import SafetensorsSource, Weights
 
@@ -26,7 +27,12 @@ def q4(weight: Tensor) -> Quantised:
     return Quantised(Q4, columns, codes[:, ::2] | codes[:, 1::2] << 4, (d, m))
 
 
-FORMATS: Mapping[str, Callable[[Tensor], Quantised]] = {"q8": int8, "q4": q4, "q4k": int4}
+def q8_0(weight: Tensor) -> Quantised:
+    """As a GGUF file would have it."""
+    return replace(int8(weight), format=Q8_0)
+
+
+FORMATS: Mapping[str, Callable[[Tensor], Quantised]] = {"q8": int8, "q8_0": q8_0, "q4": q4, "q4k": int4}
 
 
 class Rounded:

@@ -114,6 +114,6 @@ def test_rows_are_independent(name: str) -> None:
     assert torch.equal(mixed, torch.cat([whole.dense(), weight.bfloat16()]))
 
 
-@pytest.mark.parametrize(("name", "bits"), [("q8", 8.5), ("q4", 5), ("q4k", 4.625)])
+@pytest.mark.parametrize(("name", "bits"), [("q8", 8.5), ("q8_0", 8.5), ("q4", 5), ("q4k", 4.625)])
 def test_it_takes_the_bytes_it_says(name: str, bits: float) -> None:
     assert FORMATS[name](weights(8, 64, 512, "normal")).nbytes == 64 * 512 * bits / 8
