@@ -16,8 +16,8 @@ from workers.model.quant.matrix import GROUP
 @pytest.mark.parametrize("case", head.SCALES)
 def test_it_stays_within_its_bound(case: str, tmp_path: Path) -> None:
     """Weights are not rounded at all; an input by 2^-15 of its group's largest, or not where it is within 2^-7 of that,
-    and never to less than 2^-100; the sums of groups are added up in fp32. With weights rounded to bfloat16 most would be
-    further off."""
+    and never to less than 2^-100; the sums of groups are added up in fp32. With weights rounded to bfloat16 most would
+    be further off."""
     folder = head.write(tmp_path, head.SCALES[case])
     x, matrix = head.factors(folder)
     weight = (matrix.codes.double().view(300, -1, GROUP) * matrix.parts[0].double()[..., None]).view(300, -1)
