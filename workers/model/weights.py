@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from workers import heap
 from workers.model.quant.gguf_blocks import kept, quantised_bytes
 from workers.model.quant.matrix import Matrix, Quantised, joined
 from workers.model.quant.rounding import RangeError
@@ -22,7 +23,8 @@ _IGNORED = (".rotary_emb.inv_freq",)
 
 
 REOPEN_BYTES = 64 << 20
-"""A file is mapped anew after so many bytes: pages once read count as this process's memory until it is closed."""
+"""A file is mapped anew after so many bytes: pages once read count as this process's memory until it is closed. Then
+what copies of these bytes left free goes back to the system too."""
 
 
 class Source(Protocol):
@@ -71,6 +73,7 @@ class SafetensorsSource:
 
     def _open(self, path: Path) -> Any:
         self._close()
+        heap.trim()
         try:
             file: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
