@@ -220,7 +220,7 @@ def _unpaired(i: int, model: Model) -> Iterator[Mistake]:
             yield Mistake(
                 (*place, unequal),
                 f"{getattr(pool.engine, unequal)} here and {there} where the role is {other}: blocks are handed over "
-                "between equal settings only; write the same in both",
+                "between equal settings only; write the same in both, or role: both",
             )
 
 

@@ -138,7 +138,7 @@ def test_workers_that_cannot_hand_blocks_over_are_named_on_both_sides() -> None:
     mistakes = found(apart({"role": "decode", "block_size": 32}, {"role": "prefill"}, {}))
     assert mistakes == {
         f"models.0.pools.{j}.engine.block_size": f"{here} here and {there} where the role is {other}: blocks are "
-        "handed over between equal settings only; write the same in both"
+        "handed over between equal settings only; write the same in both, or role: both"
         for j, here, there, other in ((0, 32, 16, "prefill"), (1, 16, 32, "decode"))
     }
 
