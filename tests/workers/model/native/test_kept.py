@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.workers.model import tiny
 from tests.workers.model.harness import logits_of
-from tests.workers.model.native.test_kernel import ids
+from tests.workers.model.native.by_hand import ids
 from workers.config import EngineConfig
 from workers.model.kv_format import FORMATS
 from workers.model.loading import LoadedModel, load

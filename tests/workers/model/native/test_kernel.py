@@ -8,19 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests import kernels
 from tests.workers.model import tiny
-from workers.model.config import read_config
+from tests.workers.model.native.by_hand import BROKEN_KEYS, Kernel, broken, ids, table
 from workers.model.native.build import compiler
-from workers.model.native.decoder import NativeCache, NativeDecoder, Rows
-from workers.model.weights import SafetensorsSource, Weights
 
-BLOCK = 16
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     "one key head": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16},
@@ -30,71 +26,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-class Kernel:
-    """A kernel over one model directory; lays out chunks by hand."""
-
-    def __init__(
-        self,
-        directory: Path,
-        dtype: torch.dtype = torch.float32,
-        threads: int = 2,
-        block: int = BLOCK,
-        blocks: int = 160,
-        kv_dtype: str = "auto",
-    ) -> None:
-        config = read_config(directory)
-        self.cache = NativeCache(config, blocks, block, dtype, kv_dtype)
-        self.block = block
-        with SafetensorsSource(directory) as source, torch.inference_mode():
-            weights = Weights(source, dtype, torch.device("cpu"))
-            self.decoder = NativeDecoder(config, weights, 4096, self.cache, dtype, threads)
-
-    def run(self, *chunks: tuple[list[int], int, list[int]], sampled: list[int] | None = None) -> Tensor:
-        """Logits of all rows of chunks (known tokens, first position computed, block table), or of ``sampled`` ones."""
-        rows = Rows()
-        for tokens, start, table in chunks:
-            rows.first.append(len(rows.tokens))
-            rows.count.append(len(tokens) - start)
-            rows.table.append(len(rows.blocks))
-            rows.blocks.extend(table)
-            for position in range(start, len(tokens)):
-                rows.tokens.append(tokens[position])
-                rows.positions.append(position)
-                rows.slots.append(table[position // self.block] * self.block + position % self.block)
-        rows.sample_rows.extend(range(len(rows.tokens)) if sampled is None else sampled)
-        logits, best = self.decoder.forward(rows)
-        fine = logits.isfinite().all(-1)
-        assert torch.tensor(list(best))[fine].tolist() == logits.argmax(-1)[fine].tolist()
-        return logits.clone()
-
-
-def table(tokens: int, seed: int, block: int = BLOCK, blocks: int = 160) -> list[int]:
-    """Blocks for so many tokens, in no order."""
-    return np.random.default_rng(seed).permutation(blocks)[: -(-tokens // block)].tolist()
-
-
-BROKEN_KEYS = ([5], [*range(64)], [66])
-"""One of many, a whole group that is seen before any other, one that a group's last rows see only."""
-
-
-def broken(directory: Path, dtype: torch.dtype, positions: list[int]) -> Tensor:
-    """Logits of the 70th row when the first number of some of its keys is NaN in every layer, and no value is."""
-    kernel, tokens, blocks = Kernel(directory, dtype), ids(70), table(70, 1)
-    kernel.run((tokens[:69], 0, blocks))
-    for position in positions:  # keys lie as [number / k][token][k] (kept.h), two numbers of bfloat16 side by side
-        at = position % BLOCK * (4 // dtype.itemsize)
-        kernel.cache.data[:, blocks[position // BLOCK], at] = float("nan")
-    return kernel.run((tokens, 69, blocks))[0]
-
-
 @pytest.fixture(scope="module", params=SHAPES)
 def shaped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     made = tiny.model(3, **{"max_position_embeddings": 4096, **SHAPES[request.param]})
     return made, tiny.write_directory(made, tmp_path_factory.mktemp("model"))
-
-
-def ids(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 300, count).tolist()
 
 
 def truth(made: Any, tokens: list[int]) -> Tensor:
@@ -224,7 +159,7 @@ def test_narrower_machines_compute_the_same(isa: str, tmp_path: Path) -> None:
     script = f"""
 import torch
 from pathlib import Path
-from tests.workers.model.native.test_kernel import BROKEN_KEYS, Kernel, broken, table
+from tests.workers.model.native.by_hand import BROKEN_KEYS, Kernel, broken, table
 from itertools import product
 for dtype, kv_dtype in product((torch.float32, torch.bfloat16), ("auto", "int8", "fp8")):
     kernel = Kernel(Path({str(directory)!r}), dtype, kv_dtype=kv_dtype)

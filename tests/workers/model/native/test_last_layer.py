@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.model import tiny
-from tests.workers.model.native.test_kernel import Kernel, ids, table
+from tests.workers.model.native.by_hand import Kernel, ids, table
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -14,7 +14,7 @@ from tests.workers.model import tiny
 PROGRAM = """
 import resource, sys
 from pathlib import Path
-from tests.workers.model.native.test_kernel import Kernel
+from tests.workers.model.native.by_hand import Kernel
 from workers.engine.loop import is_out_of_memory
 
 threads, room, rows = map(int, sys.argv[2:])

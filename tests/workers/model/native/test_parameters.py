@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.workers.model.native.test_kernel import Kernel, ids, table, truth
+from tests.workers.model.native.by_hand import Kernel, ids, table
+from tests.workers.model.native.test_kernel import truth
 from workers.model import rope
 from workers.model.config import ModelConfig, RopeConfig
 from workers.model.native.decoder import NativeCache, NativeDecoder

@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.arch.source import ROOT
 from tests.workers.model import tiny
-from tests.workers.model.native.test_kernel import Kernel, ids
+from tests.workers.model.native.by_hand import Kernel, answer, ids
 
 COUNTS = (1, 2, 3, 5, 7, 13)
 """Threads of an engine: even, odd, and more than there are cores."""
@@ -21,8 +20,7 @@ COUNTS = (1, 2, 3, 5, 7, 13)
 FORKED = """
 import os, signal, sys
 from pathlib import Path
-from tests.workers.model.native.test_kernel import Kernel
-from tests.workers.model.native.test_pool import answer
+from tests.workers.model.native.by_hand import Kernel, answer
 
 kernel = Kernel(Path(sys.argv[1]), threads=3)
 before = answer(kernel)
@@ -42,15 +40,6 @@ print("done")  # and ends while the kernel's threads sleep: nobody closed it
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_directory(tiny.model(1, hidden_size=64, head_dim=16), tmp_path_factory.mktemp("model"))
-
-
-def answer(kernel: Kernel) -> bytes:
-    """The bits of the logits of a prompt in two chunks, of another beside its second, and of a decode."""
-    tokens, blocks = ids(40), [5, 9, 2]
-    first = kernel.run((tokens[:25], 0, blocks))
-    second = kernel.run((tokens, 25, blocks), (ids(30, 4), 0, [20, 30]))
-    last = kernel.run((tokens, 39, blocks))
-    return torch.cat([first, second, last]).numpy().tobytes()
 
 
 def test_threads_come_and_go(directory: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.workers.model.native.test_kernel import BLOCK, Kernel
+from tests.workers.model.native.by_hand import BLOCK, Kernel
 from workers.model.config import read_config
 from workers.model.native.decoder import NativeCache, NativeDecoder
 from workers.model.quant.matrix import Q4, Q8_0, Quantised
@@ -33,6 +33,13 @@ def q8_0(weight: Tensor) -> Quantised:
 
 
 FORMATS: Mapping[str, Callable[[Tensor], Quantised]] = {"q8": int8, "q8_0": q8_0, "q4": q4, "q4k": int4}
+EXACT = [
+    (name, dtype)
+    for name in FORMATS
+    for dtype in (torch.float32, torch.bfloat16)
+    if (name, dtype) != ("q8", torch.bfloat16)  # which is multiplied as integers: ``test_integers.py``
+]
+"""Those whose results are the dequantised weights' to the bit."""
 
 
 class Rounded:

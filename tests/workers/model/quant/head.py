@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.workers.model import tiny
-from tests.workers.model.native.test_kernel import table
+from tests.workers.model.native.by_hand import table
 from tests.workers.model.quant.formats import Rounded, kernel_of
 from workers.model.quant.matrix import GROUP, Quantised
 from workers.model.quant.rounding import int8
@@ -47,6 +46,8 @@ SCALES: Mapping[str, Tensor] = {
 
 def write(folder: Path, scales: Tensor) -> Path:
     """The model whose inputs have these scales [HIDDEN], as a directory."""
+    from tests.workers.model import tiny  # with transformers, which a process that only computes does without
+
     made = tiny.model(
         6, hidden_size=HIDDEN, head_dim=16, num_hidden_layers=1, tie_word_embeddings=False, rms_norm_eps=1e-12
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.model.native.test_kernel import table
+from tests.workers.model.native.by_hand import table
 from tests.workers.model.quant import head
 from tests.workers.model.quant.formats import FORMATS, Rounded, kernel_of
 from workers.model.quant.matrix import GROUP

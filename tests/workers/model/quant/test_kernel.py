@@ -13,11 +13,10 @@ import torch
 
 from tests import kernels
 from tests.workers.model import tiny
-from tests.workers.model.native.test_kernel import Kernel, ids, table
+from tests.workers.model.native.by_hand import Kernel, ids, table
 from tests.workers.model.quant import head
-from tests.workers.model.quant.formats import FORMATS, Rounded, kernel_of
+from tests.workers.model.quant.formats import EXACT, FORMATS, Rounded, kernel_of
 
-DTYPES = (torch.float32, torch.bfloat16)
 SHAPES: dict[str, dict[str, Any]] = {
     "square": {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16},
     "two supers and a bit": {"hidden_size": 64, "intermediate_size": 528, "head_dim": 16, "vocab_size": 301},
@@ -30,8 +29,6 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return tiny.write_directory(made, tmp_path_factory.mktemp("model"))
 
 
-EXACT = [(name, dtype) for name in FORMATS for dtype in DTYPES if (name, dtype) != ("q8", torch.bfloat16)]
-"""That one is multiplied as integers: ``test_integers.py``."""
 SIZES = (1, 12, 13, 7, 40, 2, 15)
 
 
@@ -76,10 +73,9 @@ def test_narrower_machines_compute_the_same(isa: str, tmp_path: Path) -> None:
     script = f"""
 import torch
 from pathlib import Path
-from tests.workers.model.native.test_kernel import ids, table
+from tests.workers.model.native.by_hand import ids, table
 from tests.workers.model.quant import head
-from tests.workers.model.quant.formats import FORMATS, Rounded, kernel_of
-from tests.workers.model.quant.test_kernel import EXACT
+from tests.workers.model.quant.formats import EXACT, FORMATS, Rounded, kernel_of
 for name, dtype in EXACT:
     kernels = [kernel_of(Path({str(directory)!r}), dtype, Rounded(FORMATS[name], dense)) for dense in (True, False)]
     runs = [kernel.run((ids(30), 0, table(30, 1))) for kernel in kernels]
