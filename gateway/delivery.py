@@ -7,8 +7,8 @@ Rules
 - A comment is no output: the work may still be repeated after it.
 - A reader that takes nothing for ``slow_reader_s``, or lets ``max_backlog_bytes`` pile up, is given up: its request
   ends as ``cancelled`` and what ran is settled.
-- The reservation is settled before the last byte. A stream's last text goes out with its end in one write, unless
-  settling takes more than a turn of the event loop: then it is not kept waiting.
+- The reservation is settled before the last byte. A stream's last text goes out with its end in one write where that is
+  done at once; else it does not wait for it.
 """
 
 from __future__ import annotations
@@ -66,12 +66,11 @@ class Delivery:
                 await visit.reply.write(data)
             self._reporter.content(visit, said)
             if (settlement := settle(visit)) is not None:
-                await asyncio.sleep(0)
-                if last and not settlement.done():
+                if last:
                     await self._begin(visit)
                     await visit.reply.write(last)
                     last = b""
-                visit.delivered = not last
+                visit.delivered = True
                 await asyncio.shield(settlement)
             visit.delivered = True
             await self._begin(visit)

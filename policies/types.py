@@ -187,6 +187,8 @@ def kv_blocks(tokens: int, block_size: int, keeps: Sequence[int] = ()) -> int:
 
 def kv_tokens(blocks: int, block_size: int, keeps: Sequence[int], most: int) -> int:
     """Tokens, at most ``most``, of the longest sequence whose ``kv_blocks`` are not more than ``blocks``."""
+    if not keeps:
+        return min(most, blocks * block_size)
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

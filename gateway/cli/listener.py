@@ -10,7 +10,7 @@ Rules
 - A request that offers an upgrade (Java's HTTP client offers h2c with each) is served as HTTP/1.1, with its body.
 - An HTTP/1.0 client knows no chunks: an answer of unknown length ends with its connection.
 - A peer that takes nothing any more loses its connection after ``STALLED_PEER_S``: closing alone waits for it for ever.
-- An answer's head goes out with the first of its body (``head_with_body.py``).
+- A request learns from its listener that its caller has gone (``GONE``), and waits for nobody to be told.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.cli.head_with_body import HeadWithBody
 from gateway.cli.output import UserError
 from gateway.http.middleware import GONE
 
@@ -212,8 +211,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] in ("1.0", "0.9"):
             app = _ended_by_close(app, cycle)
-        if cycle.scope["method"] != "HEAD":
-            cycle.transport = HeadWithBody(cycle, self.loop)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:

@@ -119,6 +119,7 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
     from gateway.collection import keep_what_is_here
     from gateway.compose import build
     from gateway.lane import hand_over_soon
+    from gateway.pages import use_large_pages
     from policies.spi import PolicyStartError
 
     loaded = start.loaded
@@ -139,6 +140,7 @@ async def _serve(start: Start, public: socket.socket, admin: socket.socket) -> i
             _write_ready(start.ready_file, base_url, admin_url)
         say(_banner(start, base_url, admin_url))
         keep_what_is_here()
+        use_large_pages()
         hand_over_soon()
 
     def forced() -> None:
