@@ -23,10 +23,11 @@ from gateway.settings import Settings
 from policies.manager import make_manager, register
 from policies.spi import LauncherSpec, PolicySpec, hookimpl
 from policies.types import JobId, Usage
+from tests.forked import ForkedLauncher
 from tests.gateway.http.serving import serving
 from tests.gateway.tiny_tokenizer import write_tokenizer
 from workers.launchers.base import LaunchContext, Launcher
-from workers.testing import Echo, echo_launcher
+from workers.testing import Echo
 
 KEY = "a key of the gateway's own tests, at least 32 bytes"
 MODEL = "echo"
@@ -59,7 +60,7 @@ def token(tenant: str, **claims: Any) -> str:
 
 def make_launcher(context: LaunchContext) -> Launcher:
     """The launcher ``echo``: its workers behave as the environment's ``ECHO`` says."""
-    return echo_launcher(context, Echo(**json.loads(context.env["ECHO"])))
+    return ForkedLauncher(context, Echo(**json.loads(context.env["ECHO"])))
 
 
 class EchoPlugin:

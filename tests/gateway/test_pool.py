@@ -16,6 +16,7 @@ from gateway.pool import LossKind, Pool, SlotOptions, WorkerGoneError, WorkerHan
 from gateway.settings import Launch
 from gateway.settings import Pool as PoolConfig
 from gateway.worker_slot import backoff_s
+from tests.forked import ForkedLauncher
 from workers.config import EngineConfig
 from workers.launchers.base import LaunchContext, Launcher, LaunchError, WorkerExit, WorkerProcess, WorkerSpec
 from workers.launchers.static import StaticLauncher
@@ -87,7 +88,7 @@ async def start(dispatcher: Dispatcher) -> AsyncIterator[Start]:
             "m",
             "echo",
             config,
-            launcher or echo_launcher(echo=echo),
+            launcher or ForkedLauncher(echo=echo),
             dispatcher,
             options=options,
             tokenizer_sha256=lambda: tokenizer,
@@ -324,7 +325,7 @@ class Mixed:
     """Starts workers of different weights."""
 
     def __init__(self) -> None:
-        self._launchers = [echo_launcher(echo=Echo(revision=name)) for name in ("one", "two")]
+        self._launchers = [ForkedLauncher(echo=Echo(revision=name)) for name in ("one", "two")]
 
     async def start(self, spec: WorkerSpec) -> WorkerProcess:
         return await self._launchers[spec.index].start(spec)
@@ -346,7 +347,7 @@ class Failing:
 
     def __init__(self) -> None:
         self.calls = 0
-        self._launcher = echo_launcher()
+        self._launcher = ForkedLauncher()
 
     async def start(self, spec: WorkerSpec) -> WorkerProcess:
         self.calls += 1
@@ -459,7 +460,7 @@ class Lying:
     """A launcher whose processes cannot tell how they ended."""
 
     def __init__(self) -> None:
-        self._launcher = echo_launcher()
+        self._launcher = ForkedLauncher()
         self.started = 0
 
     async def start(self, spec: WorkerSpec) -> WorkerProcess:

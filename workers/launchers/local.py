@@ -59,19 +59,11 @@ class LocalLauncher:
             if len(str(socket)) > _MAX_SOCKET_PATH:
                 raise LaunchError(f"the path {socket} is too long for a socket: set TMPDIR to a shorter folder")
             secret = secrets.token_urlsafe(32)
-            line = spec_line(spec, f"unix:{socket}", secret, os.getpid())
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.PIPE,
-                    start_new_session=True,
-                    limit=MAX_LINE,
-                    env=self._environment(spec),
-                )
+                process, parent = await self._spawn(self._environment(spec))
             except OSError as error:
                 raise LaunchError(f"cannot start {self._command[0]}: {error.strerror}") from error
+            line = spec_line(spec, f"unix:{socket}", secret, parent)
             worker = LocalWorker(spec.name, process, folder, f"unix:{socket}", secret, self._log)
             assert process.stdin is not None
             process.stdin.write(line)
@@ -83,6 +75,19 @@ class LocalLauncher:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return worker
+
+    async def _spawn(self, env: Mapping[str, str]) -> tuple[asyncio.subprocess.Process, int]:
+        """A new process that waits for its line, in a session of its own, and whose child it is. Raises OSError."""
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            limit=MAX_LINE,
+            env=env,
+        )
+        return process, os.getpid()
 
     def _environment(self, spec: WorkerSpec) -> dict[str, str]:
         """What the child inherits, with the allocator that ``engine.allocator`` asks for. Raises LaunchError."""
