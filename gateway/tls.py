@@ -17,7 +17,7 @@ from pathlib import Path
 from gateway import log
 from gateway.settings import Settings
 from gateway.settings_tls import Tls
-from policies.auth.none import is_loopback
+from policies.locality import is_loopback
 from workers.rpc import TlsFilesError
 from workers.rpc.tls import load_pair
 

@@ -72,16 +72,11 @@ class Start:
 
 def _add_dev_key(settings: Settings, environment: dict[str, str]) -> None:
     """Put the development key where the auth policy looks for it, unless a key is set there."""
-    import ipaddress
-
     from gateway.cli.devkey import jwt_settings, make_dev_key
+    from policies.locality import is_loopback
 
     host = settings.listen.host
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_loopback(host):
         raise UserError(f"listen.host: --dev serves this machine only, not {host!r}. Set a key and leave --dev out.")
     jwt = jwt_settings(settings)
     if jwt is not None and jwt.key_env is not None and not environment.get(jwt.key_env):

@@ -26,13 +26,13 @@ from gateway.http.cache import CacheApi
 from gateway.http.console.app import ROOT as CONSOLE
 from gateway.http.console.app import console_app
 from gateway.http.identity import IdentityApi
-from gateway.http.locality import host_name, is_loopback
 from gateway.http.middleware import error_response, exception_handlers, guard
 from gateway.http.operators import Operators
 from gateway.http.policies import PoliciesApi
 from gateway.http.trail import identify
 from gateway.http.usage import UsageApi
 from gateway.timed import unwrap
+from policies.locality import host_name, is_loopback
 from policies.spi import QuotaView
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 
-from gateway.http.locality import is_loopback
 from gateway.settings import Admin
+from policies.locality import is_loopback
 
 ADMIN = "admin"
 """The name of whoever holds ``admin.token_env``'s token, in the audit log."""

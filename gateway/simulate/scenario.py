@@ -12,6 +12,7 @@ from gateway.settings_base import SettingsError
 from gateway.settings_quota import LimitsConfig
 from gateway.simulate.arrivals import Arrivals, Log, Part, Rate
 from gateway.simulate.lengths import MAX_TOKENS, Lengths, Tokens
+from policies.strict import WEIGHTS
 
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
@@ -82,7 +83,7 @@ class ScenarioTenant(Part):
     """One tenant and its traffic."""
 
     id: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]*$")
-    weight: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
+    weight: float = Field(1.0, ge=WEIGHTS[0], le=WEIGHTS[1])
     keys: int = Field(1, ge=1, le=100_000)
     """Over how many users (keys) its requests are spread, in turn."""
     arrivals: Arrivals

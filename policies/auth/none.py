@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 from pydantic import Field
 
+from policies.locality import is_loopback
 from policies.spi import PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec
 from policies.types import AuthRequest, Principal, TenantId
 
@@ -25,14 +24,6 @@ class NoneAuth:
     async def authenticate(self, request: AuthRequest) -> Principal:
         """Always the configured tenant."""
         return self._principal
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``. A name other than localhost is not trusted to stay local."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _make(config: NoneConfig, ctx: PolicyContext) -> NoneAuth:

@@ -20,6 +20,7 @@ from pydantic import Field
 
 from policies.scheduling._levels import TwoLevels, levels
 from policies.spi import PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec, SchedulingPolicy
+from policies.strict import WEIGHTS
 from policies.types import Job, TenantId
 
 
@@ -55,8 +56,9 @@ def _make(config: HierarchicalConfig, ctx: PolicyContext) -> TwoLevels:
         raise PolicyConfigError("hierarchical needs a registry to build its policies", "outer")
     mistakes: list[tuple[str, str]] = []
     for name, weight in config.weights.items():
-        if not 0 < weight <= 1e6:
-            mistakes.append((f"weights.{name}", f"must be above 0 and at most 1e6, got {weight}"))
+        if not WEIGHTS[0] <= weight <= WEIGHTS[1]:
+            least, most = WEIGHTS
+            mistakes.append((f"weights.{name}", f"must be between {least:g} and {most:g}, got {weight:g}"))
     made: dict[str, tuple[SchedulingPolicy, Callable[[], SchedulingPolicy]]] = {}
     for level, use in (("outer", config.outer), ("inner", config.inner)):
         if use.use == "hierarchical":

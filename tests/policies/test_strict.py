@@ -18,6 +18,7 @@ class Sample(StrictScalars):
     parsed: Annotated[int, BeforeValidator(int), Field(gt=0)] = 1
     maybe: bool | None = None
     text: str = ""
+    optional: float | None = None
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,10 @@ class Sample(StrictScalars):
         ("count", "12", "write a number, not text"),
         ("flag", "yes", "write true or false, not text"),
         ("maybe", "off", "write true or false, not text"),
+        ("number", 1e-320, "must be 0, or between 1e-09 and 1e\\+15 in size; got 1e-320"),
+        ("number", -1e308, "got -1e\\+308"),
+        ("number", 10**400, "got 1000"),
+        ("optional", 5e-324, "got 5e-324"),
     ],
 )
 def test_a_scalar_of_another_kind_is_refused(field: str, value: Any, message: str) -> None:
@@ -41,6 +46,10 @@ def test_a_scalar_of_another_kind_is_refused(field: str, value: Any, message: st
     ("field", "value"),
     [
         ("number", 4),
+        ("number", 0),
+        ("number", -1e-9),
+        ("number", 1e15),
+        ("optional", None),
         ("count", None),
         ("flag", True),
         ("either", "auto"),

@@ -25,8 +25,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.errors import ApiError, forbidden, throttled
-from gateway.http.locality import host_name, is_loopback
 from gateway.http.operators import Operators
+from policies.locality import host_name, is_loopback
 
 COOKIE = "forebay_console"
 SESSION_S = 12 * 3600.0

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import pickle
 import signal
 import sqlite3
 import subprocess
@@ -195,13 +196,15 @@ async def test_device_time_and_reports_are_everybodys(tmp_path: Path) -> None:
 
 
 async def test_nonsense_ends_one_connection_and_nothing_else(tmp_path: Path) -> None:
-    """And whoever speaks another version is told so; the socket is its user's alone."""
+    """security 61: pickle's bytes are nonsense too. Whoever speaks another version is told so; the socket is its user's
+    alone."""
     async with keeper(tmp_path) as own, replica(tmp_path) as one:
         path = socket_of(tmp_path / "ledger.db")
         assert path.stat().st_mode & 0o077 == 0
         hello = _ledger_wire.line("hello", _ledger_wire.VERSION, "stranger")
         bad = [
             b"GET / HTTP/1.1\r\n\r\n",
+            pickle.dumps(["hello", _ledger_wire.VERSION, "stranger"]) + b"\n",
             b"[]\n",
             b'["hello"]\n',
             _ledger_wire.line("hello", 99, "stranger"),

@@ -394,6 +394,7 @@ def test_inner_policies_of_idle_tenants_are_dropped(inner: str, monkeypatch: pyt
         ({"outer": {"use": "drr", "with": {"quantum": 0}}}, "with.outer.with.quantum"),
         ({"outer": {"use": "hierarchical"}}, "with.outer.use"),
         ({"weights": {"u": 0.0}}, "with.weights.u"),
+        ({"weights": {"u": 1e-320}}, "with.weights.u"),
         ({"by": "tenant"}, "with.by"),
     ],
 )

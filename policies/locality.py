@@ -1,4 +1,4 @@
-"""Whether a host is this machine: who may use the admin listener without a token."""
+"""Whether a host is this machine: who needs no token, no credential and no encryption."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ def host_name(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address, without port, is this machine's own."""
+    """Whether only this machine can reach a name or address, without port. Of names, localhost alone is trusted."""
     if host.lower() == "localhost":
         return True
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
