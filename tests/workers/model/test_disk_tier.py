@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pickle
 import shutil
 import signal
 import stat
@@ -231,6 +232,30 @@ def test_a_file_that_was_cut_off_is_a_miss(disk: Callable[..., Disk], tmp_path: 
     one.tier.close()
     assert disk().found == []
     assert paths(tmp_path) == [], "it is removed"
+
+
+def pickled(whole: bytes) -> bytes:
+    return pickle.dumps({"scope": whole, "run": print}).ljust(len(whole), b".")
+
+
+def of_another_version(whole: bytes) -> bytes:
+    return whole[: len(block_file.MAGIC) - 1] + bytes([block_file.MAGIC[-1] + 1]) + whole[len(block_file.MAGIC) :]
+
+
+@pytest.mark.parametrize("harm", [pickled, of_another_version])
+def test_bytes_of_another_format_are_a_miss(
+    disk: Callable[..., Disk], tmp_path: Path, harm: Callable[[bytes], bytes]
+) -> None:
+    """security 61: under a key that is looked for, and at a start."""
+    one = disk()
+    one.write(1)
+    path = paths(tmp_path)[0]
+    path.write_bytes(harm(path.read_bytes()))
+    assert one.read(1) is None
+    assert one.write(2).error is None
+    assert one.read(2) == data(2)
+    one.tier.close()
+    assert [found.key for found in disk().found] == [file(2).key]
 
 
 @settings(max_examples=60, deadline=None)

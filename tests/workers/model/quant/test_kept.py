@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -84,8 +85,13 @@ def without_words(path: Path) -> None:
     save_file({"x": torch.zeros(3)}, path)
 
 
-@pytest.mark.parametrize("harm", [cut, flipped, empty, foreign, without_words])
+def pickled(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"columns": {}, "run": print}) * 100)
+
+
+@pytest.mark.parametrize("harm", [cut, flipped, empty, foreign, without_words, pickled])
 def test_a_file_that_is_not_whole_is_made_anew(harm: Callable[[Path], None], tmp_path: Path) -> None:
+    """security 61: nor is one of another format read."""
     fit = Fit()
     path = found(tmp_path, fit).path
     assert path is not None
