@@ -1,10 +1,11 @@
-"""Bodies that are on their way, and how much of one tenant may be at once.
+"""Bodies that are on their way: whose are read, and how much of one tenant may be at once.
 
 A body is read before its request can be counted anywhere: nobody knows yet what it asks. So a caller could open a
 thousand connections, send each body but for its last byte, and fill the memory of all.
 
 Rules
 - What counts is what has arrived of bodies that are not whole yet. One that came with its headers never counts.
+- Of a caller that was refused too often none is read (``refusals.py``).
 - A tenant that is over ``most`` gets 429 for the body that takes it there; the others go on.
 - Belongs to the event loop. What a body counted is given back once, however its reading ends.
 """
@@ -17,7 +18,8 @@ from starlette.types import Message, Receive
 
 from gateway.errors import throttled
 from gateway.http.middleware import read_body
-from policies.types import TenantId
+from gateway.refusals import Refusals
+from policies.types import Principal, TenantId
 
 MOST = 64 * 2**20
 BODIES = 4
@@ -27,8 +29,9 @@ BODIES = 4
 class Arriving:
     """Reads bodies. One per gateway."""
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, refusals: Refusals) -> None:
         self._limit = max_body_bytes
+        self._refusals = refusals
         self.most = max(MOST, BODIES * max_body_bytes)
         """Bytes per tenant. May be changed at any time."""
         self._held: Counter[TenantId] = Counter()
@@ -37,9 +40,10 @@ class Arriving:
         """Bytes of all tenants."""
         return sum(self._held.values())
 
-    async def body(self, tenant: TenantId, receive: Receive) -> bytes:
+    async def body(self, principal: Principal, receive: Receive) -> bytes:
         """The whole body. Raises ApiError 413, 429; ClientDisconnect when the caller goes away."""
-        held = 0
+        self._refusals.check(principal)
+        tenant, held = principal.tenant, 0
 
         async def counted() -> Message:
             nonlocal held

@@ -19,6 +19,7 @@ import pluggy
 
 from gateway import log
 from gateway.adapters import Adapters
+from gateway.arriving import Arriving
 from gateway.config_file import SOURCELESS
 from gateway.delivery import Delivery
 from gateway.device_time import DeviceBook
@@ -43,6 +44,7 @@ from gateway.public_prefixes import FILE as PUBLIC_PREFIXES
 from gateway.public_prefixes import PublicPrefixes
 from gateway.purge import Purger
 from gateway.recent import RecentRequests
+from gateway.refusals import Refusals
 from gateway.replays import Replays
 from gateway.report import Reporter
 from gateway.request_log import RequestLog
@@ -149,11 +151,13 @@ def build(
     intake = Intake(secret, public=public_prefixes)
     recent = RecentRequests(metrics.tenant)
     gatekeeper = Gatekeeper(budget_s=settings.timeouts.policy_s, monitor=monitor, clock=time.monotonic)
+    refusals = Refusals(settings.listen.refused_per_minute)
     reporter = Reporter(
         telemetry,
         metrics,
         monitor,
         recent,
+        refusals=refusals,
         request_log=_request_log(settings, base_dir),
         log_ratio=settings.log.sample_ratio,
     )
@@ -172,7 +176,7 @@ def build(
         replays=Replays(settings.idempotency, gatekeeper),
         monitor=monitor,
         timeouts=settings.timeouts,
-        max_body_bytes=settings.listen.max_body_bytes,
+        arriving=Arriving(settings.listen.max_body_bytes, refusals),
     )
     for dispatcher in dispatchers.values():
         metrics.add_source(model_gauges(dispatcher))

@@ -83,7 +83,7 @@ class Pipeline:
         replays: Replays,
         monitor: Monitor,
         timeouts: Timeouts,
-        max_body_bytes: int,
+        arriving: Arriving,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runtime = runtime
@@ -98,7 +98,7 @@ class Pipeline:
         self.replays = replays
         self._monitor = monitor
         self._timeouts = timeouts
-        self.arriving = Arriving(max_body_bytes)
+        self.arriving = arriving
         self._clock = clock
         self.settler = Settler(runtime, dispatchers, monitor, timeouts, clock)
         self._idle = asyncio.Event()
@@ -223,9 +223,9 @@ class Pipeline:
         return principal
 
     async def _body(self, visit: Visit) -> bytes:
-        assert visit.tenant is not None
+        assert visit.principal is not None
         try:
-            return await within(BODY_S, self.arriving.body(visit.tenant.id, visit.receive))
+            return await within(BODY_S, self.arriving.body(visit.principal, visit.receive))
         except TimeoutError:
             raise bad_request(
                 f"The body did not arrive within {BODY_S:.0f} seconds.", code="body_timeout", status=408

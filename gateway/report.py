@@ -21,6 +21,7 @@ from gateway.http.schemas import ChatRequest
 from gateway.metrics import Metrics
 from gateway.monitor import Monitor
 from gateway.recent import RecentRequests
+from gateway.refusals import Refusals
 from gateway.request_log import RequestLog
 from gateway.telemetry import Telemetry
 from gateway.tenants import EffectiveTenant
@@ -42,6 +43,7 @@ class Reporter:
         recent: RecentRequests,
         clock: Callable[[], float] = time.monotonic,
         *,
+        refusals: Refusals,
         request_log: RequestLog | None = None,
         log_ratio: float = 1.0,
     ) -> None:
@@ -49,6 +51,7 @@ class Reporter:
         self._metrics = metrics
         self._monitor = monitor
         self._recent = recent
+        self._refusals = refusals
         self._request_log = request_log
         self.log_ratio = log_ratio
         """Part of the requests that get a log line. May be changed at any time."""
@@ -101,6 +104,8 @@ class Reporter:
         keep = visit.trace.finish(visit.outcome, status=status, error_type=visit.reason, reason=visit.reason)
         if ticket is not None and self._telemetry.enabled:
             dispatchers[ticket.job.model].keep(ticket, keep)
+        if visit.principal is not None:
+            self._refusals.count(visit.principal, visit.outcome, status)
         if visit.reason == "client_disconnected":
             self._metrics.client_disconnected()
         if visit.reason == "slow_reader":

@@ -14,8 +14,9 @@ from pydantic import Field, field_validator, model_validator
 from gateway.settings_access import ClassPrivacy, Feature, Narrowed
 from gateway.settings_adapters import clashes, could_be, known
 from gateway.settings_base import Mistake, Path, Section, refuse
-from gateway.settings_quota import KeyLimits, LimitsConfig, Organisation, Prices, SharedLimits, unknown_models
+from gateway.settings_quota import MOST, KeyLimits, LimitsConfig, Organisation, Prices, SharedLimits, unknown_models
 from gateway.settings_tls import LaunchTls, Tls
+from policies.strict import WEIGHTS
 from workers import collector
 from workers.config import EngineConfig
 
@@ -28,6 +29,8 @@ class Listen(Section):
     """0 picks a free port; the start banner prints it."""
     max_body_bytes: int = Field(4 * 2**20, ge=1024)
     max_connections: int = Field(10_000, ge=1)
+    refused_per_minute: int | None = Field(600, ge=1, le=MOST)
+    """A caller of whose requests more are refused for what they say gets 429 before they are read. null: no limit."""
     tls: Tls | None = None
     """null: HTTP without encryption."""
 
@@ -126,7 +129,7 @@ class Privacy(Section):
 class TenantDefaults(Section):
     """What a verified tenant that is not listed gets."""
 
-    weight: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
+    weight: float = Field(1.0, ge=WEIGHTS[0], le=WEIGHTS[1])
     class_: str = Field("interactive", alias="class")
     models: tuple[str, ...] = ("*",)
     adapters: dict[str, str] = Field(default_factory=dict)
@@ -194,7 +197,7 @@ class Pool(Section):
     labels: dict[str, str] = Field(default_factory=dict)
     classes: tuple[str, ...] = ()
     """Service classes that may run here; empty: all."""
-    weight: float | None = Field(None, gt=0, le=1e6, allow_inf_nan=False)
+    weight: float | None = Field(None, ge=WEIGHTS[0], le=WEIGHTS[1])
     """Share of the requests, among pools with room; null everywhere: the routing policy chooses among all workers."""
     canary: Canary | None = None
     """Only this part of the callers comes here, always the same ones, and nowhere else while it works."""

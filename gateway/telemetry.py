@@ -4,7 +4,9 @@ OpenTelemetry is loaded only when there is a collector: without one, ``request``
 
 Sampling: the head decision is parent-based with a ratio (a tenant's own goes first); slow, failed and shed requests are
 kept whatever it says, also against an inbound ``traceparent`` without the sampled flag: a caller must not be able to
-hide a failure from the operator. Spans are held until the end and exported only then.
+hide a failure from the operator. Nor may somebody whom no tenant vouches for fill the collector: until the tenant is
+known, neither that flag nor the trace id decides (both are the caller's choice), but chance. Spans are held until the
+end and exported only then.
 """
 
 from __future__ import annotations
@@ -38,12 +40,18 @@ class Sampler:
     ratio: float = 1.0
     parent_based: bool = True
 
-    def __call__(self, context: SpanContext, parent: SpanContext | None, tenant_ratio: float | None) -> bool:
-        """Whether a trace would be kept, going by its parent's flag, else by its id."""
-        if parent is not None and self.parent_based:
+    def __call__(
+        self, context: SpanContext, parent: SpanContext | None, tenant_ratio: float | None, *, known: bool = True
+    ) -> bool:
+        """Whether a trace would be kept, going by its parent's flag, else by its id.
+
+        ``known``: a tenant was verified, so that what its caller chose counts.
+        """
+        if parent is not None and self.parent_based and known:
             return parent.sampled
         ratio = self.ratio if tenant_ratio is None else tenant_ratio
-        return context.trace_id % _RATIO_IDS < round(ratio * _RATIO_IDS)
+        drawn = context.trace_id if known or parent is None else context.span_id
+        return drawn % _RATIO_IDS < round(ratio * _RATIO_IDS)
 
 
 def sampler(env: Mapping[str, str], ratio: float | None) -> Sampler:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec, Protocol
 
 from gateway.errors import Outcome
 from workers.spans import (
@@ -55,6 +55,16 @@ Said = tuple[Callable[..., Attributes], tuple[Any, ...], dict[str, Any]]
 """What makes some attributes, and of what."""
 Kept = Literal["failed", "shed", "slow", "sampled"]
 """Why a trace is exported, the first that holds: ``forebay.kept`` on the root, for collectors that sample again."""
+
+
+class Sampled(Protocol):
+    """The head decision."""
+
+    def __call__(
+        self, context: SpanContext, parent: SpanContext | None, tenant_ratio: float | None, *, known: bool
+    ) -> bool:
+        """Whether the trace is kept. ``known``: a tenant was verified, so that its caller's wish counts."""
+        ...
 
 
 class Span:
@@ -208,7 +218,7 @@ class Recorder(RequestTrace):
     """Keeps a request's spans as plain figures until ``finish`` exports or drops them."""
 
     __slots__ = (
-        "_chats", "_children", "_clock", "_export", "_head", "_ratio", "_root", "_said", "_slow_first_byte_s",
+        "_chats", "_children", "_clock", "_export", "_head", "_known", "_ratio", "_root", "_said", "_slow_first_byte_s",
         "_slow_s", "captures_content", "keep", "trace_id",
     )  # fmt: skip
 
@@ -220,14 +230,12 @@ class Recorder(RequestTrace):
         said: Said,
         *,
         export: Callable[[Callable[[], list[SpanData]], int], object],
-        sampled: Callable[[SpanContext, SpanContext | None, float | None], bool],
+        sampled: Sampled,
         slow_s: float,
         captures_content: bool = False,
         clock: Callable[[], int] | None = None,
     ) -> None:
-        """``said`` makes the root's first attributes.
-
-        ``sampled(context, parent, tenant_ratio)`` is the head decision, asked when needed.
+        """``said`` makes the root's first attributes; ``sampled`` is the head decision, asked when needed.
 
         ``export`` gets what makes the spans, to call it elsewhere, and how many these are.
         """
@@ -235,6 +243,7 @@ class Recorder(RequestTrace):
         self._export = export
         self._head = sampled
         self._ratio: float | None = None
+        self._known = False
         self._slow_s = slow_s
         self._slow_first_byte_s: float | None = None
         self._children: list[_Record] = []
@@ -259,6 +268,7 @@ class Recorder(RequestTrace):
     ) -> None:
         self.tag(_identified, tenant, service_class)
         self._ratio = sample_ratio
+        self._known = True
         self._slow_first_byte_s = slow_first_byte_s
 
     def tag(self, make: Callable[P, Attributes], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -335,7 +345,7 @@ class Recorder(RequestTrace):
         return "sampled" if self._sampled() else None
 
     def _sampled(self) -> bool:
-        return self._head(self._root.context, self._root.parent, self._ratio)
+        return self._head(self._root.context, self._root.parent, self._ratio, known=self._known)
 
     def _is_slow(self) -> bool:
         root = self._root

@@ -3,6 +3,8 @@
 Rules
 - One pass splits the object into raw values, a typed decoder per field reads those that are wanted; others are never
   decoded. NaN, Infinity, 1e400, lone surrogates and broken UTF-8 never get through: the decoder refuses them.
+- What a body holds is counted before it is decoded: decoding takes the interpreter lock for as long as it lasts, and
+  300,000 keys would keep the event loop waiting for 80 ms, from whatever thread.
 - Messages never repeat text of the request beyond a short, quoted scrap of the value at fault.
 """
 
@@ -19,17 +21,24 @@ from gateway.errors import ApiError, bad_request
 
 MAX_DEPTH = 64
 """Deepest nesting of arrays and objects in a body."""
+MAX_STRINGS = MAX_CONTAINERS = 2**16
+"""Most strings (keys are some), and most arrays and objects, in a body: a conversation of 4,096 messages has fewer."""
+MAX_VALUES = 2**20
+"""Most values, numbers above all: token ids."""
 
 T = TypeVar("T")
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _anything = msgspec.json.Decoder(Any)
 _STRINGS = re.compile(rb'"[^"]*"')
 _NO_MARKS = bytes(set(range(256)) - set(b'"[]{}'))
+_NEITHER_MARKS_NOR_COMMAS = bytes(set(_NO_MARKS) - set(b","))
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 
 def split(raw: bytes) -> dict[str, msgspec.Raw]:
-    """The fields of a JSON object, undecoded. Raises ApiError 400 for anything else and for nesting past MAX_DEPTH."""
+    """The fields of a JSON object, undecoded. Raises ApiError 400 for anything else, and past the limits above."""
+    if (complaint := crowded(raw)) is not None:
+        raise bad_request(f"The body holds {complaint}. Send less at a time.", code="too_many_values")
     try:
         fields = _object.decode(raw)
     except RecursionError:
@@ -44,13 +53,37 @@ def split(raw: bytes) -> dict[str, msgspec.Raw]:
     return fields
 
 
+def crowded(raw: bytes) -> str | None:
+    """What JSON has too much of to be decoded at once; None: nothing. Text is as long as it likes."""
+    if len(raw) <= 2 * min(MAX_STRINGS, MAX_CONTAINERS):  # a string or array has two bytes at least
+        return None
+    quotes, brackets, commas = raw.count(b'"'), raw.count(b"[") + raw.count(b"{"), raw.count(b",")
+    if quotes > 2 * MAX_STRINGS:  # most may be escaped ones, within text
+        quotes = _unescaped(raw).count(b'"')
+        if quotes > 2 * MAX_STRINGS:
+            return f"more than {MAX_STRINGS} strings"
+    if brackets > MAX_CONTAINERS or commas >= MAX_VALUES:
+        marks = _STRINGS.sub(b"", _unescaped(raw).translate(None, _NEITHER_MARKS_NOR_COMMAS))
+        if marks.count(b"[") + marks.count(b"{") > MAX_CONTAINERS:
+            return f"more than {MAX_CONTAINERS} arrays and objects"
+        if marks.count(b",") >= MAX_VALUES:
+            return f"more than {MAX_VALUES} values"
+    return None
+
+
+def _unescaped(raw: bytes) -> bytes:
+    """Without escaped quotes: the others begin and end strings."""
+    return raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+
+
 def depth_exceeds(raw: bytes, limit: int) -> bool:
     """Whether well-formed JSON nests deeper than ``limit``. Every pass below takes the innermost level away."""
     if raw.count(b"[") + raw.count(b"{") <= limit:
         return False
     # Few passes over all bytes, each in C and short: a regular expression would hold up the event loop from a thread.
-    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    marks = unescaped.translate(_ONE_KIND, _NO_MARKS).replace(b'""', b"")  # what is left of a string holds brackets
+    marks = (
+        _unescaped(raw).translate(_ONE_KIND, _NO_MARKS).replace(b'""', b"")
+    )  # what is left of a string holds brackets
     brackets = _STRINGS.sub(b"", marks)
     for _ in range(limit):
         if not brackets:

@@ -3,6 +3,7 @@
 Rules
 - Token ids are those that a chat or completion with the same text would send to the model: what a caller writes never
   becomes a control token.
+- A text that could be no prompt is refused uncounted, by the bound that prompts have: encoding 4 MB takes seconds.
 - The gateway answers by itself. The functions here are synchronous and may be run in a thread; they raise ApiError.
 """
 
@@ -21,6 +22,7 @@ from gateway.http.jsonfields import Field, read, split
 from gateway.http.jsonfields import field as spec
 from gateway.http.schemas import CHAT_FIELDS, Message, read_messages
 from gateway.http.unsupported import CHAT, Unsupported
+from gateway.output_budget import Context
 from workers.tokenizer import ChatTemplateError, EncodeError, Tokenizer
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ class TokenizeRequest:
     """What the model wants in front of a text; a chat's template brings it."""
     add_generation_prompt: bool = True
     return_token_strs: bool = False
+
+    @property
+    def text_chars(self) -> int:
+        """Characters of text."""
+        return len(self.prompt or "") + sum(message.chars for message in self.messages)
 
     @property
     def chars(self) -> int:
@@ -109,9 +116,10 @@ def parse_detokenize(raw: bytes) -> DetokenizeRequest:
 
 
 def tokenize(request: TokenizeRequest, model: ModelHandle) -> bytes:
-    """The answer's JSON. Raises ApiError 400 for text that is no Unicode, 503 while the model is being loaded."""
+    """The answer's JSON. Raises ApiError 400 for text that is no Unicode or too long, 503 while the model is loaded."""
     tokenizer = _tokenizer(model)
     param = "prompt" if request.prompt is not None else "messages"
+    Context(model.max_context, "the model's context").refuse_text(request.text_chars, param)
     try:
         if request.prompt is not None:
             tokens = tokenizer.encode_text(request.prompt, prefix=request.add_special_tokens)

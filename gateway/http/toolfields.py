@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.errors import ApiError, bad_request
-from gateway.http.jsonfields import Field, read, scrap
+from gateway.http.jsonfields import Field, crowded, read, scrap
 from gateway.http.jsonfields import field as spec
 from gateway.http.structure import NAME, check_schema_size
 from gateway.toolbox import Tool, Toolbox, ToolCall
@@ -147,6 +147,8 @@ def made_call(path: str, name: str, function: CalledFunction) -> ToolCall:
     if not NAME.fullmatch(function.name):
         raise _bad_name(f"{path}.name", function.name)
     param = f"{path}.arguments"
+    if (complaint := crowded(function.arguments.encode(errors="replace"))) is not None:
+        raise bad_request(f"{param} holds {complaint}.", param=param, code="too_many_values")
     try:
         value = msgspec.json.decode(function.arguments)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -162,7 +162,38 @@ async def test_without_a_credential_nothing_is_served(
     """gateway D7: each route asks for itself."""
     answer = await shared.http.post(path, json=body, headers=headers)
     assert answer.status_code == 401
-    assert (await shared.http.get("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_every_documented_route_but_three_wants_a_credential(shared: Site) -> None:
+    """gateway D7: with and without the right body."""
+    document = (await shared.http.get("/openapi.json")).json()
+    open_to_all = {"/healthz", "/readyz", "/openapi.json"}
+    assert open_to_all < document["paths"].keys()
+    for path in document["paths"].keys() - open_to_all:
+        for method in document["paths"][path]:
+            url = path.replace("{model}", MODEL)
+            for body in (None, {"model": MODEL, "prompt": "a", "input": "a", "tokens": [5]}):
+                for headers in ({}, {"authorization": "Bearer nonsense"}):
+                    answer = await shared.http.request(method, url, json=body, headers=headers)
+                    assert answer.status_code == 401, (method, url)
+
+
+CLIENT_SEES = {
+    "connection", "content-length", "content-type", "date", "retry-after", "server", "transfer-encoding",
+    "x-accel-buffering", "x-forebay-max-tokens", "x-request-id", "cache-control", *RATE,
+}  # fmt: skip
+
+
+async def test_no_header_names_a_worker(shared: Site) -> None:
+    """gateway D9: who computed an answer, and where that is, would tell what others do."""
+    names: set[str] = set()
+    for stream in (False, True):
+        for body in (COMPLETION, {**COMPLETION, "max_tokens": -1}, {**COMPLETION, "max_tokens": None}):
+            answer = await shared.http.post("/v1/completions", json={**body, "stream": stream}, headers=bearer())
+            names |= answer.headers.keys()
+            text = repr(answer.headers) + (answer.text if answer.status_code != 200 else "")
+            assert not [handle.name for handle in shared.dispatcher.workers if handle.name in text]
+    assert names <= CLIENT_SEES
 
 
 async def test_ranges_and_parts_of_a_body_are_nothing_here(shared: Site) -> None:

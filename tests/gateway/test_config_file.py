@@ -89,14 +89,14 @@ def test_all_mistakes_come_at_once_with_path_line_and_remedy(tmp_path: Path) -> 
     )
     assert found == [
         "listen.prot (line 1): unknown key; did you mean 'port'? "
-        "(known: host, max_body_bytes, max_connections, port, tls)",
+        "(known: host, max_body_bytes, max_connections, port, refused_per_minute, tls)",
         "classes.interactive.priority (line 3): write a number, not text, got 'high'",
         "tenants[0].limits.concurent (line 5): unknown key; did you mean 'concurrent'? (known: budget, concurrent, "
         "input_tokens_per_day, input_tokens_per_hour, input_tokens_per_minute, kv_tokens, max_context_tokens, "
         "max_output_tokens, output_tokens_per_day, output_tokens_per_hour, output_tokens_per_minute, queued, "
         "requests_per_day, requests_per_hour, requests_per_minute, tokens_per_day, tokens_per_hour, tokens_per_minute)",
         "tenants[0].id (line 5): String should match pattern '^[A-Za-z0-9][A-Za-z0-9._:@-]*$', got 'a b'",
-        "tenants[1].weight (line 6): Input should be greater than 0, got -1",
+        "tenants[1].weight (line 6): Input should be greater than or equal to 0.000001, got -1",
         "models[0].pools[0].engine.block_size (line 13): Input should be greater than or equal to 1, got 0",
     ]
 
@@ -158,6 +158,10 @@ def test_all_mistakes_come_at_once_with_path_line_and_remedy(tmp_path: Path) -> 
         (
             MINIMAL + "admin: {port: 8080}\n",
             "admin.port (line 8): 8080 is the public port; the admin API needs its own",
+        ),
+        (
+            MINIMAL + "tenants: [{id: a, weight: 1.0e-320}]\n",
+            "tenants[0].weight (line 8): must be 0, or between 1e-09 and 1e+15 in size; got 1e-320",
         ),
         (
             MINIMAL + "tenants: [{id: a, weight: .inf}]\n",

@@ -16,7 +16,7 @@ from gateway.gate import MAX_WAITING
 from policies.spi import AuthError, NoConfig, PolicySpec, PolicyUnavailableError, hookimpl
 from policies.types import JobEvent, JobId, Principal, QuotaDecision, Transition, Usage
 from tests.gateway.conftest import Start
-from tests.gateway.harness import Settlements, Site, events, pool, tickets, until
+from tests.gateway.harness import MODEL, Settlements, Site, events, pool, tickets, token, until
 from workers.testing import Echo
 
 SLOW = Echo(step_s=0.01)
@@ -238,12 +238,18 @@ def _kill(site: Site) -> None:
 
 
 async def test_a_worker_lost_after_the_first_byte_ends_the_stream_in_band(start: Start) -> None:
-    """gateway C5, security 77: an error event, no finish reason made up, no second run, partial usage settled."""
-    async with start(limits(tokens_per_minute=100000), echo=SLOW) as site:
+    """gateway C5, C7, security 77: an error event, no finish reason made up, no second run, partial usage settled; the
+    connection can be used again."""
+    async with (
+        start(limits(tokens_per_minute=100000), echo=SLOW) as site,
+        httpx.AsyncClient(base_url=site.url, headers={"authorization": f"Bearer {token('alpha')}"}) as kept,
+    ):
         settlements = Settlements(site)
         said: list[Any] = []
-        async with site.stream(max_tokens=1000) as response:
+        body = {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 1000, "stream": True}
+        async with kept.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
+            port = response.extensions["network_stream"].get_extra_info("client_addr")
             async for line in response.aiter_lines():
                 said.extend(events(line))
                 if len(said) == 20 and line:
@@ -254,6 +260,9 @@ async def test_a_worker_lost_after_the_first_byte_ends_the_stream_in_band(start:
         (usage,) = settlements.usages
         assert usage.prompt == 4
         assert 10 <= usage.output < 200
+        again = await kept.get("/v1/models")
+        assert again.status_code == 200
+        assert again.extensions["network_stream"].get_extra_info("client_addr") == port
         await until(lambda: site.dispatcher.ready == 1, "a new worker")
         assert (await site.complete()).status_code == 200
 

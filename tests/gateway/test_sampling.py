@@ -109,6 +109,25 @@ def test_what_is_kept(collector: OtlpReceiver) -> None:
     everything.shutdown()
 
 
+def test_a_stranger_s_wish_to_be_sampled_is_none(collector: OtlpReceiver) -> None:
+    """Without a credential anybody could fill the collector, by the flag or by a trace id that every ratio takes."""
+    telemetry = tracing.build(collector, sample_ratio=0.1)
+    low = (b"traceparent", f"00-{1:032x}-{tracing.CALLER}-01".encode())
+
+    def kept(known: bool) -> int:
+        traces = [telemetry.request("POST", tracing.ROUTE, (low,)) for _ in range(400)]
+        for trace in traces:
+            if known:
+                trace.identify(tenant="search")
+        return sum(trace.finish("error", status=401) for trace in traces)
+
+    assert kept(known=True) == 400
+    assert 5 < kept(known=False) < 100
+    strange = telemetry.request("POST", tracing.ROUTE, (low,))
+    assert strange.finish("error", status=500), "a failure is kept all the same"
+    telemetry.shutdown()
+
+
 @pytest.mark.parametrize(
     ("outcome", "status", "seconds", "why"),
     [

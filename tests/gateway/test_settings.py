@@ -80,7 +80,7 @@ def test_a_limit_is_a_positive_number_or_absent(limit: str, value: Any) -> None:
         LimitsConfig.model_validate({limit: value})
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("inf"), float("nan"), 1e7, "heavy"])
+@pytest.mark.parametrize("weight", [0, -1, float("inf"), float("nan"), 1e7, "heavy", 1e-320, 9e-7])
 def test_a_weight_is_a_positive_finite_number(weight: Any) -> None:
     with pytest.raises(ValidationError):
         Settings.model_validate(MINIMAL | {"tenants": [{"id": "a", "weight": weight}]})

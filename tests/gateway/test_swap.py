@@ -18,7 +18,7 @@ from policies.spi import NoConfig, PolicySpec
 from policies.testing import always, make_job
 from policies.types import TenantId
 from tests.gateway.conftest import Start
-from tests.gateway.harness import MODEL, Site, pool, until
+from tests.gateway.harness import MODEL, Site, events, pool, until
 from tests.gateway.test_dispatch import OPEN, backlog
 from tests.policies.faulty import Faulty, FaultyError
 from workers.testing import Echo
@@ -112,7 +112,22 @@ async def test_a_policy_that_fails_later_falls_back_to_fcfs_in_that_queue_alone(
         assert mended.json()["fallbacks"] == {}
         assert (await site.complete()).status_code == 200
         assert site.dispatcher.snapshot()["policy"] == "faulty"
+        await _fails_in_the_middle_of_a_stream(site)
     assert maker.notes.count("start") == maker.notes.count("close") == 4
+
+
+async def _fails_in_the_middle_of_a_stream(site: Site) -> None:
+    """gateway C7: its reader has everything all the same, and an end."""
+    said: list[Any] = []
+    async with site.stream(max_tokens=300, ignore_eos=True) as response:
+        async for line in response.aiter_lines():
+            said += events(line)
+            if len(said) == 5 and line:
+                _raw(site.dispatcher).way = "charge raises"
+    assert said[-1] == "[DONE]"
+    assert said[-2]["choices"][0]["finish_reason"] == "length"
+    assert not [event for event in said[:-1] if "error" in event]
+    assert site.dispatcher.snapshot()["policy"] == "faulty" or (await policies(site))["fallbacks"]
 
 
 def _raw(dispatcher: Dispatcher) -> Any:

@@ -27,7 +27,7 @@ SETTINGS = {
         {
             "id": "alpha",
             "weight": 3,
-            "limits": {"requests_per_minute": 100, "tokens_per_minute": 50_000, "concurrent": 9},
+            "limits": {"requests_per_day": 100, "tokens_per_minute": 50_000, "concurrent": 9},
         },
         {"id": "beta", "class": "batch"},
     ],
@@ -77,7 +77,7 @@ async def test_figures_of_work_in_progress(shared: Site) -> None:
         assert "2 of 2" in workers
         assert "In use by" in workers
         tenants = text((await shared.admin.get("/console/tenants")).text)
-        assert "98 / 100" in tenants, "two of a hundred requests a minute are taken"
+        assert "98 / 100" in tenants, "two of a hundred requests a day are taken: none comes back meanwhile"
         assert "7 / 9" in tenants, "two of nine slots are taken"
         found = text((await shared.admin.get("/console/tenants?q=BET")).text)
         assert "beta" in found

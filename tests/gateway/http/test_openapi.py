@@ -95,7 +95,11 @@ def test_bounds_of_the_parsers_are_in_the_document() -> None:
 
 # -- schemathesis ------------------------------------------------------------------------------------------------------
 
-SETTINGS: dict[str, Any] = {"models": [pool(max_running=32)], "timeouts": {"first_token_s": 20, "total_s": 30}}
+SETTINGS: dict[str, Any] = {
+    "listen": {"port": 0, "refused_per_minute": None},
+    "models": [pool(max_running=32)],
+    "timeouts": {"first_token_s": 20, "total_s": 30},
+}
 
 
 @pytest.fixture(scope="module")

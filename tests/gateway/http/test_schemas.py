@@ -451,6 +451,55 @@ def test_nesting_up_to_the_limit_passes_and_brackets_in_text_do_not_count() -> N
     assert chat(messages=[{"role": "user", "content": text}]).messages[0].content == text
 
 
+def many(count: int, one: str, wrap: str = "[%s]") -> bytes:
+    return f'{{"model": "m", "messages": [], "x": {wrap % ",".join([one] * count)}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("raw", "what"),
+    [
+        (many(70_000, '"a"'), "65536 strings"),
+        (many(70_000, '"\\\\"'), "65536 strings"),
+        (("{" + ",".join(f'"k{i}":1' for i in range(70_000)) + "}").encode(), "65536 strings"),
+        (many(70_000, "[]"), "65536 arrays and objects"),
+        (many(70_000, "{}"), "65536 arrays and objects"),
+        (many(1_050_000, "1"), "1048576 values"),
+    ],
+    ids=["strings", "backslashes", "keys", "arrays", "objects", "numbers"],
+)
+def test_what_would_keep_the_interpreter_busy_is_refused_before_it_is_decoded(raw: bytes, what: str) -> None:
+    """security 53: decoding holds the interpreter lock, in a thread too; 300,000 keys are 80 ms for the event loop."""
+    error = refused(parse_chat, raw)
+    assert error["code"] == "too_many_values"
+    assert what in error["message"]
+
+
+def test_text_may_hold_as_many_of_these_as_it_likes() -> None:
+    text = '{"a": [1, "b\\\\", {}]}, ' * 30_000
+    assert chat(messages=[{"role": "user", "content": text}]).messages[0].content == text
+    tokens = list(range(250)) * 2_000
+    assert len(parse_completion(json.dumps({"model": "m", "prompt": tokens}).encode()).prompt) == 500_000
+    turn = [
+        {"role": "user", "content": [{"type": "text", "text": "weather?"}]},
+        {"role": "assistant", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
+        ]},
+        {"role": "tool", "tool_call_id": "c", "content": "sunny"},
+        {"role": "assistant", "content": "Sunny."},
+    ]  # fmt: skip
+    assert len(chat(messages=turn * 1024).messages) == schemas.MAX_MESSAGES, "the longest conversation"
+
+
+def test_a_call_s_arguments_are_no_way_around_it() -> None:
+    arguments = json.dumps({f"k{i}": 1 for i in range(70_000)})
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    error = refused(
+        parse_chat, json.dumps({"model": "m", "messages": [{"role": "assistant", "tool_calls": [call]}]}).encode()
+    )
+    assert error["param"] == "messages[0].tool_calls[0].function.arguments"
+    assert "65536 strings" in error["message"]
+
+
 @given(
     st.recursive(
         st.none() | st.text('ab[]{}"\\', max_size=6),
