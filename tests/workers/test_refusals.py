@@ -34,7 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refused(folder: Path, engine: dict[str, Any], source: str = "model") -> str:
     """What the operator reads."""
-    spec = WorkerSpec("w", 0, "m", source, EngineConfig(**engine), base_dir=str(folder), place=PLACE)
+    spec = WorkerSpec(
+        "w", 0, "m", source, EngineConfig(**{"device": "cpu", **engine}), base_dir=str(folder), place=PLACE
+    )
     options = from_line(spec_line(spec, "unix:/w", "s" * 16, None))
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is what this is about
         load_model(options)
