@@ -17,6 +17,9 @@ namespace fb {
 
 enum Epilogue { kStore, kAdd, kSilu, kGelu };
 constexpr long kFar = 32 << 10, kNear = 1 << 10;  // bytes that weights are fetched ahead into L2 and L1, measured
+// Rows up to which nothing is: then a thread only reads, the processor sees that by itself, and requests of ours beside
+// its own cost a fifth of the time.
+constexpr int kFollowed = 4;
 
 struct Linear {
   const void* w;
@@ -50,9 +53,10 @@ void accumulate(const typename P::T* x, long ldx, const typename P::T* w, long k
   // and an address that comes back from a vector register in the loop cost 7 %.
   const typename P::T* at[(R + 2) / 3];
   unrolled<(R + 2) / 3>([&](auto t) FB_INLINE { at[t] = x + 3 * t * ldx; });
+  constexpr bool kFetched = Streamed && R > kFollowed;
   for (long i = 0; i < k; i += P::K) {
     typename P::W w0 = P::loadw(w), w1 = P::loadw(w + 16 * P::K);
-    for (int b = 0; Streamed && b < 128; b += 64) {
+    for (int b = 0; kFetched && b < 128; b += 64) {
       prefetch_l2((const char*)w + kFar + b);
       prefetch((const char*)w + kNear + b);
     }
@@ -129,12 +133,11 @@ inline Fused<P> reader(long kind, long rows) {
 
 constexpr int kCounted = kRows < 10 ? kRows : 10;  // rows of a tile of integers; more of them wait for the stack
 
-// sums = x w over a panel of kInt8, for R rows. Up to 4 rows the processor sees by itself what is read next; fetching it
-// as well took half as long again.
+// sums = x w over a panel of kInt8, for R rows.
 template <int R, bool Streamed>
 void counted(const Fixed& x, const uint8_t* panel, Sums& sums) {
   typedef Integers I;
-  constexpr bool kFetched = Streamed && R > 4;
+  constexpr bool kFetched = Streamed && R > kFollowed;
   constexpr int kPairs = kGroup32 / 2, kUnrolled = R > 4 ? 2 : kPairs;
   const long ldx = x.groups * kGroup32;
   V all[R][2];
