@@ -182,7 +182,7 @@ class Intake:
         tokens, keys, public = await self._encoded(request, tenant, tokenizer, model, digest, scope, context)
         _check_ids(request, tokenizer.vocab_size)
         job = make_job(principal, tenant, model.name, job_id, now, headers, adapter)
-        room = most_output(job.accounts, len(tokens), job.price)
+        room = most_output(job.accounts, len(tokens), job.price) if request.max_tokens is None else None
         max_tokens, limited_by = output_budget(request, len(tokens), context, tenant, model, room)
         _check_min_tokens(request, max_tokens)
         job = replace(

@@ -67,7 +67,7 @@ def output_budget(
 ) -> tuple[int, str | None]:
     """Output tokens per choice, and the limit that made an omitted ``max_tokens`` smaller than the default.
 
-    ``room``: what the quota's limits let pass at most, over all choices, and which of them that is.
+    ``room``: what the quota's limits let pass at most, over all choices, and which of them that is; for an omitted one.
     """
     if prompt >= context.tokens:
         raise context.refuse(prompt, request.max_tokens or 1, request.content_param)

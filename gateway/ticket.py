@@ -17,13 +17,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gateway.callforms import TAGGED, CallForm
 from gateway.errors import ApiError
 from gateway.metering import Meter
 from gateway.trace import NO_TRACE, RequestTrace, Span
-from policies.types import Job, Usage
+from policies.types import Usage
 
 if TYPE_CHECKING:
     from gateway.choices import ChoiceDelta
@@ -62,6 +62,8 @@ class Ticket:
 
     def __init__(self, prepared: Prepared, *, now: float, stream: bool = False, trace: RequestTrace = NO_TRACE) -> None:
         self.prepared = prepared
+        self.job: Final = prepared.job
+        """The job, as policies see it."""
         self.on_dispatched: Callable[[], None] = _nothing
         """Told, at once, each time it is sent to a worker. Must not raise."""
         self.stream = stream
@@ -105,11 +107,6 @@ class Ticket:
         self._nudged = False
         self._waiting: list[asyncio.Future[None]] | None = None
         """Who is to look again when something changes; nearly always one, or none."""
-
-    @property
-    def job(self) -> Job:
-        """The job, as policies see it."""
-        return self.prepared.job
 
     @property
     def choices(self) -> int:
