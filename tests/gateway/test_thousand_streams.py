@@ -33,6 +33,8 @@ async def one(site: Site, kind: str, gate: asyncio.Semaphore) -> None:
     body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 12, "stream": True}
     if kind == "mistake":
         body["max_tokens"] = -1
+    if kind == "gone":
+        body["max_tokens"] = 150  # it has left before the end, however slow this process is to notice
     headers = {"authorization": f"Bearer {token('alpha' if kind != 'beta' else 'beta')}"}
     async with gate:
         try:
