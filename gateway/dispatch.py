@@ -286,6 +286,7 @@ class Dispatcher:
             if len(self.queue):
                 self._fill(now)
                 self._hints.give(self.queue.demand, self._prefill.serving, now)
+            self.queue.left_over = len(self.queue) > 0
         except Exception as error:  # not even the fallback works: the jobs stay, their wait runs out at worst
             policy = self._desk.policy_name
             _log.error("turn_failed", model=self.model.name, policy=policy, failure=log.describe(error))

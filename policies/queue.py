@@ -81,10 +81,10 @@ class JobQueue:
         self.demand = Demand(self._queued)
         """What the queued jobs ask for at least; to read."""
         self._lines: dict[TenantId, TenantLine] = {}
-        self._weight_sum = 0.0
-        self._tokens = 0
-        self._back = 0
-        self._front = 0
+        self._weight_sum, self._tokens = 0.0, 0
+        self._back = self._front = 0
+        self.left_over = True
+        """Jobs stayed when workers were last filled. What has only just come, and waits for that, is no backlog."""
         self._expiry: list[tuple[float, int, JobId]] = []
         self._held: JobId | None = None
         self._owed: list[Job] = []
@@ -341,7 +341,7 @@ class JobQueue:
     @property
     def _busy(self) -> bool:
         """Whether workers were at it while jobs waited: a backlog in front of no worker measures nobody's rate."""
-        return bool(self._queued) and bool(self._running)
+        return self.left_over and bool(self._queued) and bool(self._running)
 
     def _enter(self, entry: Queued) -> None:
         job = entry.job
@@ -384,7 +384,7 @@ class JobQueue:
         return entry is not None and entry.order == item[1]
 
     def _serve(self, job: Job, charge: Charge, now: float) -> None:
-        backlogged = bool(self._queued)
+        backlogged = self.left_over and bool(self._queued)
         self._book.advance(now, backlogged)
         self._book.serve(job.tenant, job.weight, charge.total, now, backlogged)
 

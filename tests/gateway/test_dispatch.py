@@ -64,6 +64,17 @@ async def drop(calls: list[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*calls, return_exceptions=True)
 
 
+async def test_only_what_a_turn_leaves_over_is_a_backlog(start: Start) -> None:
+    async with start({"policies": OPEN, "models": [pool(max_running=1)]}, echo=Echo(step_s=0.01)) as site:
+        queue = site.dispatcher.queue
+        assert (await site.complete()).status_code == 200
+        assert not queue.left_over
+        calls = await backlog(site, {"alpha": 4}, max_tokens=20)
+        await until(lambda: queue.left_over and queue.running, "the others wait for the first")
+        await asyncio.gather(*calls)
+        assert not queue.left_over
+
+
 async def shares(start: Start, scheduling: str) -> float:
     """Light's part of the tokens served while light (weight 1) and heavy (weight 3) are both backlogged."""
     changes = {

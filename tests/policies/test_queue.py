@@ -409,3 +409,18 @@ def test_a_backlog_before_no_worker_measures_no_rate() -> None:
         queue.charge(dispatch.job.id, Charge(100, 0, 0), 31.0 + second)
         queue.finish(dispatch.job.id, Charge(), 31.0 + second)
     assert queue.snapshot(TenantId("a")).service_rate == pytest.approx(100.0, rel=0.15)
+
+
+def test_what_only_waits_for_the_next_filling_is_no_backlog() -> None:
+    """Between a job's coming and that a busy event loop may pass time: no worker's rate, though work runs meanwhile."""
+    queue = JobQueue(FcfsScheduler())
+    queue.offer(make_job("first"), 0.0)
+    for turn in range(1, 50):
+        assert queue.next(float(turn), always) is not None
+        queue.left_over = len(queue) > 0
+        queue.offer(make_job(f"j{turn}"), float(turn))
+        queue.charge(JobId("first"), Charge(0, 0, 1), turn + 0.5)
+    assert queue.snapshot(TenantId("a")).service_rate is None
+    queue.left_over = True
+    queue.charge(JobId("first"), Charge(0, 0, 100), 51.5)
+    assert queue.snapshot(TenantId("a")).service_rate == pytest.approx(100 / 2, rel=0.15)
