@@ -11,7 +11,12 @@ Rules
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from policies.types import Charge, Usage
+
+_charge = lru_cache(1024)(Charge)
+"""Most are a few tokens of output, the same again and again; to make one takes longer than to look it up."""
 
 
 class Meter:
@@ -37,14 +42,16 @@ class Meter:
         """
         if not 0 <= index < len(self._output):
             return Charge()
-        self._prompt_tokens = prompt_tokens or self._prompt_tokens
+        self._prompt_tokens = whole = prompt_tokens or self._prompt_tokens
         prompt = cached = 0
-        if self._prompt + self._cached < self._prompt_tokens:
-            cached = max(0, min(prompt_cached, self._prompt_tokens - self._prompt) - self._cached)
-            self._cached += cached
-            prompt = max(0, min(prompt_computed, self._prompt_tokens - self._cached) - self._prompt)
-            self._prompt += prompt
-        return Charge(prompt, cached, self.produced(index, output))
+        if self._prompt + self._cached < whole:
+            if prompt_cached > self._cached:
+                cached = max(0, min(prompt_cached, whole - self._prompt) - self._cached)
+                self._cached += cached
+            if prompt_computed > self._prompt:
+                prompt = max(0, min(prompt_computed, whole - self._cached) - self._prompt)
+                self._prompt += prompt
+        return _charge(prompt, cached, self.produced(index, output))
 
     def produced(self, index: int, output: int) -> int:
         """Take a cumulative figure of choice ``index``, whose prompt is settled; how many output tokens are new."""

@@ -383,7 +383,7 @@ class WorkerHandle:
             self._owed += left - request.prompt_left
             request.prompt_left = left
         if output.finish is None:
-            left = max(0, request.max_tokens - output.output_tokens)
+            left = request.max_tokens - output.output_tokens if output.output_tokens < request.max_tokens else 0
             self._owed += left - request.left[output.index]
             request.left[output.index] = left
             return

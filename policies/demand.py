@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Any
 
 from policies._entries import Kind, Queued
+from policies.spi import Fits
 from policies.types import Job, JobId, TenantId
 
 
@@ -57,12 +58,14 @@ class Demand:
 
     def least(self) -> list[Job]:
         """A queued job with the shortest prompt of each kind. O(kinds)."""
-        least = []
+        queued, least = self._queued, []
         for kind in self._kinds.values():
             heap = kind.shortest
-            while not self._waits(heap[0]):
+            _, order, job = heap[0]
+            while (entry := queued.get(job.id)) is None or entry.order != order:
                 heapq.heappop(heap)
-            least.append(heap[0][2])
+                _, order, job = heap[0]
+            least.append(job)
         return least
 
     def heads(self, most: int, among: int) -> list[Job]:
@@ -76,6 +79,10 @@ class Demand:
             if len(found) == most:
                 break
         return list(found.values())
+
+    def all_fit(self, fits: Fits, most: int | None = None) -> bool:
+        """Whether every queued job fits, of the ``most`` that came first; ends with the first that does not."""
+        return all(fits(entry.job) for entry in islice(self._queued.values(), most))
 
     def _waits(self, item: tuple[int, int, Job]) -> bool:
         entry = self._queued.get(item[2].id)

@@ -2,9 +2,10 @@
 
 Rules
 - ``Guarded`` is what the live queue holds. While the policy behind it keeps its contract, it only passes calls on.
-- It fails by raising, by returning a job that is not queued or does not fit, by not knowing a queued job, or by holding
-  another number of jobs than the queue. Then a successor gets every queued job, in order, and answers the same call:
-  the queue, and so the caller, never sees the failure. The failed policy is not asked again.
+- It fails by raising, by returning a job that is not queued or does not fit, by not knowing a queued job, by holding
+  another number of jobs than the queue, or by returning nothing for ``STALL_S`` although all that is queued fits. Then
+  a successor gets every queued job, in order, and answers the same call: the queue, and so the caller, never sees the
+  failure. The failed policy is not asked again.
 - Successor in its *first second at work* (``PROBATION_S`` from its first dispatch): the policy that it replaced, whose
   counters were kept up with the work that ran meanwhile. Afterwards: a new ``fallback`` (``fcfs``).
 - What the queue holds is the truth, never what a policy says that it holds.
@@ -17,10 +18,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from policies.demand import Demand
 from policies.spi import Fits, Json, SchedulingPolicy
 from policies.types import Charge, Job, JobId, Pick, RequeueReason
 
 PROBATION_S = 1.0
+STALL_S = 1.0
+_GLANCE = 16
+"""Queued jobs that are looked at whenever nothing is returned; all of them only after ``STALL_S``."""
 T = TypeVar("T")
 
 
@@ -33,6 +38,11 @@ class Held(Protocol):
 
     def is_queued(self, job_id: JobId) -> bool:
         """Whether the job waits."""
+        ...
+
+    @property
+    def demand(self) -> Demand:
+        """What they ask for."""
         ...
 
     def __len__(self) -> int:
@@ -80,6 +90,8 @@ class Guarded:
         self._previous: tuple[str, SchedulingPolicy] | None = None
         self._ends: float | None = None
         self._now = 0.0
+        self._silent_since: float | None = None
+        """When it first returned nothing although what was looked at fits; None: it has returned something since."""
 
     def arm(self, queue: Held, now: float, previous: Guarded | None = None) -> None:
         """``queue`` holds this policy from now on, in place of ``previous``, which the swap has emptied."""
@@ -246,7 +258,23 @@ class Guarded:
         expected = len(queue) - (job is not None)
         if len(policy) != expected:
             raise BrokenPromise(f"it holds {len(policy)} jobs where {expected} are queued")
+        if job is not None:
+            self._silent_since = None
+        elif expected and self._stalls(queue, getattr(fits, "quiet", fits), now):
+            raise BrokenPromise(f"for {STALL_S:g} s it has returned nothing although all that is queued fits")
         return job
+
+    def _stalls(self, queue: Held, fits: Fits, now: float) -> bool:
+        """It has returned nothing: whether it could have all the time. A head that does not fit may hold others up."""
+        since = self._silent_since
+        if not queue.demand.all_fit(fits, _GLANCE):
+            self._silent_since = None
+        elif since is None:
+            self._silent_since = now
+        elif now - since >= STALL_S:
+            self._silent_since = now
+            return queue.demand.all_fit(fits)
+        return False
 
     def _fail(self, call: str, error: Exception, without: JobId | None = None) -> Failover:
         """Hand every queued job (but ``without``) to a successor. Raises ``error`` where none takes them."""
@@ -261,7 +289,7 @@ class Guarded:
             rolled_back = False
         else:
             raise error
-        self._previous = None
+        self._previous = self._silent_since = None
         failover = Failover(failed, call, error, self.name, rolled_back)
         self._on_failover(failover)
         return failover

@@ -31,7 +31,7 @@ MAX_PASSED = 1
 """More, and small jobs keep the room of a large one small for as long as they come, whoever's turn it is."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
     """What a job found when it joined the queue."""
 
@@ -43,7 +43,7 @@ class Entry:
     """Jobs of its tenant queued before it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Dispatch:
     """A job to run now, and why."""
 
@@ -163,7 +163,7 @@ class JobQueue:
         running = self._running.pop(job_id)
         self._caps.remove(running.job)
         self._serve(running.job, rest, now)
-        usage = running.usage + rest
+        usage = Usage(running.prompt + rest.prompt, running.cached + rest.cached, running.output + rest.output)
         self._book.ended(running.job.total_tokens, usage.total)
         self._policy.charge(running.job, rest, now, True)
         return usage

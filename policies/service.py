@@ -137,7 +137,7 @@ class ServiceBook:
             account = accounts.get(tenant)
             if account is not None and account.epochs[-1] >= epoch:
                 served[tenant] = account.total - account.marks[bisect_left(account.epochs, epoch)]
-        return tuple(heapq.nlargest(most, served.items(), key=itemgetter(1)))
+        return tuple(sorted(served.items(), key=itemgetter(1), reverse=True)[:most])
 
     def _find_heavy(self, now: float) -> None:
         """Once per as many servings as there are tenants: O(1) amortised."""

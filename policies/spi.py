@@ -194,7 +194,7 @@ class SchedulingPolicy(Protocol):
         ...
 
     def pop(self, now: float, fits: Fits) -> Job | None:
-        """Remove and return the job to run next, or None.
+        """Remove and return the job to run next; None when no tenant's next job fits.
 
         A head that does not fit must not block other tenants' heads.
         """

@@ -10,11 +10,12 @@ Rules
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Protocol, cast
 
+from policies.scheduling._dumps import is_number, read_service
 from policies.scheduling._lengths import Lengths, Predict
 from policies.scheduling._lines import Lines, Seat
 from policies.scheduling._ranking import Places
@@ -24,6 +25,9 @@ from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
 
 IDLE_KEPT = 4096
 """Counters that are kept before those of idle tenants are looked through."""
+
+
+_HOOKS = ("_rank", "_counted", "_picked")
 
 
 class SeatLines(Protocol):
@@ -60,12 +64,10 @@ class CounterScheduler(ABC):
     """O(log tenants) per operation, and one ``fits`` per head that does not fit."""
 
     __slots__ = (
-        "_last_left", "_lengths", "_lines", "_paid", "_pick", "_resumed", "_sweep_at", "_weights", "_whose",
-        "seats", "waiting",
+        "_last_left", "_lengths", "_lines", "_paid", "_pick", "_plain", "_repeats", "_resumed", "_sweep_at", "_weights",
+        "_whose", "seats", "waiting",
     )  # fmt: skip
 
-    by_number = True
-    """Whether ``_rank`` gives numbers."""
     any_lines = True
     """Whether it works over any lines: it ranks tenants without looking at their jobs."""
     any_members = False
@@ -85,11 +87,13 @@ class CounterScheduler(ABC):
         self._lengths = Lengths("none") if lengths is None else lengths
         self.seats: dict[TenantId, Seat] = {}
         """To read, as the next."""
-        self.waiting: Places[Seat] = Places(numbers=self.by_number)
+        self.waiting: Places[Seat] = Places()
         """The seats with queued jobs."""
         self._last_left: TenantId | None = None
         self._resumed: set[TenantId] = set()
         self._sweep_at = IDLE_KEPT
+        self._plain = _plain(type(self))
+        self._repeats = False
         self._pick: list[Any] = [None, 0.0]  # the job last popped, its tenant's counter then
         self._whose: Callable[[Job], TenantId] | None = None
         self._weights: Mapping[TenantId, float] | None = None
@@ -103,10 +107,14 @@ class CounterScheduler(ABC):
         """What is paid for jobs that run."""
         return self._paid
 
-    @paid.setter
-    def paid(self, paid: Prepaid) -> None:
-        """Keep it there from now on."""
-        self._paid = paid
+    def pay_from(self, paid: Prepaid, *, repeats: bool = False) -> None:
+        """What is paid is kept there from now on; ``repeats``: by another, asked before, who pays the same for all."""
+        self._paid, self._repeats = paid, repeats
+
+    @property
+    def repeats(self) -> bool:
+        """Whether another pays, and this one only counts what that said."""
+        return self._repeats
 
     @property
     def predicts(self) -> Predict:
@@ -145,15 +153,20 @@ class CounterScheduler(ABC):
     def _why(self, counter: float, tenants: int) -> str:
         """Why the job last popped was picked, in a few words. ``counter``: its tenant's, before it was charged."""
 
-    def _rank(self, tenant: TenantId, counter: float) -> Any:
-        """Smallest goes next. Asked also, of what runs, when the tenant does not wait: then it does not matter."""
-        return counter
+    # The next three are not even called where nobody overrides one: a call costs more than what most do.
 
-    def _entering(self, tenant: TenantId) -> None:  # noqa: B027 - most have nothing to do here
-        """A line opens; called before the tenant is lifted."""
+    def _rank(self, seat: Seat) -> Any:
+        """Smallest goes next. Asked of tenants that wait, and of one whose last job was just popped."""
+        return seat.counter
+
+    def _counted(self, seat: Seat, cost: float) -> None:  # noqa: B027
+        """``cost`` (negative: given back) was added to the seat's counter, by its weight."""
 
     def _picked(self, job: Job, counter: float) -> None:  # noqa: B027
         """``job`` left the queue to run; ``counter``: its tenant's, before it was charged."""
+
+    def _entering(self, tenant: TenantId) -> None:  # noqa: B027 - most have nothing to do here
+        """A line opens; called before the tenant is lifted."""
 
     def _pay(self, job: Job) -> float:
         """What the job is expected to cost."""
@@ -182,12 +195,17 @@ class CounterScheduler(ABC):
         counter = seat.counter
         pick = self._pick
         pick[0], pick[1] = job, counter
-        self._count(seat, self._pay(job), self._weight(job, seat.key))
-        self._picked(job, counter)
+        cost, weights = self._paid.last if self._repeats else self._pay(job), self._weights
+        weight = job.weight if weights is None else weights.get(seat.key, 1.0)
+        seat.counter = rank = counter + cost / weight
+        if not self._plain:
+            self._counted(seat, cost)
+            self._picked(job, counter)
+            rank = self._rank(seat)
         if seat.line is None:
             self._closed(seat)
             return job
-        seat.rank = rank = self._rank(seat.key, seat.counter)
+        seat.rank = rank
         if rank < seat.at:  # seldom: who was served goes back
             waiting.put(seat, rank)
         return job
@@ -211,28 +229,30 @@ class CounterScheduler(ABC):
     def discarded(self, job: Job, seat: Seat) -> None:
         """A queued job of the seat is gone."""
         self._lengths.forget(job.id)
-        self._count(seat, -self._paid.refund(job.id), self._weight(job, seat.key))
+        self._count(seat, -(self._paid.last if self._repeats else self._paid.refund(job.id)), job)
         if seat.line is None:
             self._closed(seat)
         else:
-            self.waiting.put(seat, self._rank(seat.key, seat.counter))
+            self.waiting.put(seat, self._rank(seat))
 
     def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
         """O(1), or O(log tenants) when something is given back."""
         if self._lengths.learns:
             self._lengths.note(job, charge.output, final)
-        cost = self._paid.settle(job, charge, final)
-        if cost:
-            tenant = job.tenant if self._whose is None else self._whose(job)
-            seat = self.seats.get(tenant)
-            if seat is None:
-                # Unknown here (its job began before a swap, or it was swept): it counts as if it came back now.
-                seat = self.seats[tenant] = Seat(tenant, self._floor())
-            self._count(seat, cost, self._weight(job, tenant))
-            if seat.at is not None:
-                seat.rank = rank = self._rank(tenant, seat.counter)
-                if rank < seat.at:
-                    self.waiting.put(seat, rank)
+        cost = self._paid.last if self._repeats else self._paid.settle(job, charge, final)
+        if not cost:
+            return
+        whose = self._whose
+        tenant = job.tenant if whose is None else whose(job)
+        seat = self.seats.get(tenant)
+        if seat is None:
+            # Unknown here (its job began before a swap, or it was swept): it counts as if it came back now.
+            seat = self.seats[tenant] = Seat(tenant, self._floor())
+        self._count(seat, cost, job)
+        if seat.at is not None:
+            seat.rank = rank = seat.counter if self._plain else self._rank(seat)
+            if rank < seat.at:
+                self.waiting.put(seat, rank)
 
     def drain(self) -> list[Job]:
         """In order of arrival."""
@@ -272,7 +292,7 @@ class CounterScheduler(ABC):
         waiting, last, level = state.get("waiting", []), state.get("last_left"), state.get("level")
         if not isinstance(waiting, list) or not (last is None or isinstance(last, str)):
             raise ValueError("'waiting' must be a list of tenants and 'last_left' a tenant or null")
-        if level is not None and not _is_number(level):
+        if level is not None and not is_number(level):
             raise ValueError(f"'level' must be a finite number, got {level!r}")
         waits = list(self.waiting)
         self.seats = {tenant: Seat(tenant, counter) for tenant, counter in service.items()}
@@ -285,7 +305,7 @@ class CounterScheduler(ABC):
             self._resumed.discard(seat.key)
             seat.counter = service.get(seat.key, 0.0)
             self.seats[seat.key] = seat
-            self.waiting.put(seat, self._rank(seat.key, seat.counter))
+            self.waiting.put(seat, self._rank(seat))
 
     def explain(self, job: Job) -> Pick:
         """Its counter, and why that made it the next."""
@@ -313,7 +333,7 @@ class CounterScheduler(ABC):
                 seat = self.seats[tenant] = Seat(tenant, counter)
             seat.counter = counter
             seat.line = line
-        self.waiting.put(seat, self._rank(tenant, seat.counter))
+        self.waiting.put(seat, self._rank(seat))
         if len(self.seats) > self._sweep_at:
             self._sweep()
         return seat
@@ -326,12 +346,6 @@ class CounterScheduler(ABC):
     def _of(self, job: Job) -> TenantId:
         """Whose it is."""
         return job.tenant if self._whose is None else self._whose(job)
-
-    def _weight(self, job: Job, tenant: TenantId) -> float:
-        weights = self._weights
-        if weights is None:
-            return job.weight
-        return weights.get(tenant, 1.0) if weights else 1.0
 
     def _start(self, level: float) -> None:  # noqa: B027
         """Counters were loaded; ``level`` is where those who come back are to be lifted."""
@@ -357,9 +371,12 @@ class CounterScheduler(ABC):
         self.waiting.take(seat)
         self._last_left = seat.key
 
-    def _count(self, seat: Seat, cost: float, weight: float) -> None:
-        """Charge the seat's tenant (negative: give back). The caller ranks it anew."""
-        seat.counter += cost / weight
+    def _count(self, seat: Seat, cost: float, job: Job) -> None:
+        """Charge the seat's tenant for ``job`` (negative: give back). The caller ranks it anew."""
+        weights = self._weights
+        seat.counter += cost / (job.weight if weights is None else weights.get(seat.key, 1.0))
+        if not self._plain:
+            self._counted(seat, cost)
 
     def _sweep(self) -> None:
         """Amortised O(1)."""
@@ -372,16 +389,7 @@ class CounterScheduler(ABC):
         self._sweep_at = max(IDLE_KEPT, 2 * len(self.seats))
 
 
-def read_service(state: Mapping[str, Any]) -> dict[TenantId, float]:
-    """The shared key ``service``. Raises ValueError when malformed."""
-    service = state.get("service", {})
-    if not isinstance(service, Mapping):
-        raise ValueError("'service' must map tenants to numbers")
-    for tenant, counter in service.items():
-        if not _is_number(counter):
-            raise ValueError(f"'service' of tenant {tenant!r} must be a finite number, got {counter!r}")
-    return {TenantId(str(tenant)): float(counter) for tenant, counter in service.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+@cache
+def _plain(kind: type[CounterScheduler]) -> bool:
+    """Whether the class overrides no hook that is asked for each job."""
+    return all(getattr(kind, name) is getattr(CounterScheduler, name) for name in _HOOKS)

@@ -41,22 +41,23 @@ class PredictingConfig(TariffConfig):
 
 
 class _Series:
-    """Recent lengths of one tenant and model, also in order of size."""
+    """Recent lengths of one tenant and model; ``ranked``: also in order of size, where a quantile is asked for."""
 
     __slots__ = ("mean", "ranked", "recent")
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, *, ranked: bool) -> None:
         self.mean = float(first)
-        self.recent = deque((first,))
-        self.ranked = [first]
+        self.recent = deque((first,), WINDOW)
+        self.ranked = [first] if ranked else None
 
     def add(self, length: int) -> None:
         self.mean += _ALPHA * (length - self.mean)
         recent, ranked = self.recent, self.ranked
-        if len(recent) == WINDOW:
-            del ranked[bisect_left(ranked, recent.popleft())]
+        if ranked is not None:
+            if len(recent) == WINDOW:
+                del ranked[bisect_left(ranked, recent[0])]
+            insort(ranked, length)
         recent.append(length)
-        insort(ranked, length)
 
 
 class Lengths:
@@ -80,11 +81,8 @@ class Lengths:
         series = self._series.get((job.tenant, job.model))
         if series is None:
             return most
-        if self.predict == "mean":
-            expected = ceil(series.mean)
-        else:
-            ranked = series.ranked
-            expected = ranked[int(self._quantile * len(ranked))]
+        ranked = series.ranked
+        expected = ceil(series.mean) if ranked is None else ranked[int(self._quantile * len(ranked))]
         return expected if expected < most else most
 
     def start(self, job: Job) -> None:
@@ -132,7 +130,7 @@ class Lengths:
         key = (tenant, model)
         series = self._series.get(key)
         if series is None:
-            self._series[key] = _Series(length)
+            self._series[key] = _Series(length, ranked=self.predict == "quantile")
             if len(self._series) > MAX_SERIES:
                 self._series.popitem(last=False)
         else:

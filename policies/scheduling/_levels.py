@@ -17,7 +17,7 @@ from dataclasses import replace
 from policies.scheduling._counters import CounterScheduler
 from policies.scheduling._member_counters import MemberCounters, suits
 from policies.scheduling._members import MemberLines
-from policies.scheduling._tariff import Prepaid, Repeated
+from policies.scheduling._tariff import Prepaid
 from policies.spi import Fits, Json, SchedulingPolicy
 from policies.types import Charge, Job, JobId, Pick, RequeueReason, TenantId
 
@@ -74,15 +74,17 @@ class TwoLevels:
         inner = state.get("inner", {})
         self._lines.check(inner)
         own = {key: value for key, value in state.items() if key != "inner"}
-        if isinstance(self._outer, CounterScheduler) and isinstance(self._outer.paid, Repeated):
-            repeated, self._outer.paid = self._outer.paid, Prepaid(self._outer.paid.tariff)
+        outer = self._outer
+        if isinstance(outer, CounterScheduler) and outer.repeats:
+            shared = outer.paid
+            outer.pay_from(Prepaid(shared.tariff))
             try:
-                self._outer.load(own)
+                outer.load(own)
             except ValueError:
-                self._outer.paid = repeated
+                outer.pay_from(shared, repeats=True)
                 raise
         else:
-            self._outer.load(own)
+            outer.load(own)
         self._lines.load(inner)
         self._reckon_once()
 
@@ -111,7 +113,7 @@ class TwoLevels:
             and (outer.paid.tariff, outer.predicts) == (lines.paid.tariff, lines.predicts)
             and outer.paid.dump() == lines.paid.dump()
         ):
-            outer.paid = Repeated(lines.paid)
+            outer.pay_from(lines.paid, repeats=True)
 
     def _is(self, job: Job, came_up: Job) -> bool:
         """Whether ``came_up``, the outer policy's last pick, was for ``job``."""

@@ -32,15 +32,17 @@ COMING = 16
 
 
 class Entry:
-    """A queued job, and the next of its member: linked, since a line of its own is cold memory for every member."""
+    """A queued job, and the next of its member: linked, since a line of its own is cold memory for every member.
+
+    Filled in by who makes it: a constructor costs more than all that is done with it.
+    """
 
     __slots__ = ("job", "next", "order")
 
-    def __init__(self, order: int, job: Job) -> None:
-        self.order = order
-        """Its place among all; 0 while its tenant has no inner policy."""
-        self.job = job
-        self.next: Entry | None = None
+    job: Job
+    next: Entry | None
+    order: int
+    """Its place among all; set when it joins its member's line."""
 
 
 class MemberQueue:
@@ -55,21 +57,28 @@ class MemberQueue:
         self._front = 0
         self._stale = 0
 
-    def append(self, inner: CounterScheduler, member: TenantId, job: Job) -> None:
-        """Put it at the end of its member's line. Its id is known to be new."""
-        self._back = order = self._back + 1
-        self.jobs[job.id] = entry = Entry(order, job)
+    def enter(self, job: Job) -> Entry:
+        """The job's entry, in no line yet. Raises ValueError for an id that is queued."""
+        entry = Entry()
+        entry.job = job
+        entry.next = None
+        if self.jobs.setdefault(job.id, entry) is not entry:
+            raise ValueError(f"job {job.id!r} is already queued")
+        return entry
+
+    def append(self, inner: CounterScheduler, member: TenantId, entry: Entry) -> bool:
+        """Put it at the end of its member's line; True when this opens it."""
+        self._back = entry.order = self._back + 1
         seat = inner.seats.get(member)
         if seat is None or seat.line is None:
-            seat = inner.headed(member, entry)
-        else:
-            seat.last.next = entry
-        seat.last = entry
+            inner.headed(member, entry).last = entry
+            return True
+        seat.last.next = seat.last = entry
+        return False
 
-    def put_first(self, inner: CounterScheduler, member: TenantId, job: Job) -> None:
-        """Put it at the front of its member's line. Its id is known to be new."""
-        self._front = order = self._front - 1
-        self.jobs[job.id] = entry = Entry(order, job)
+    def put_first(self, inner: CounterScheduler, member: TenantId, entry: Entry) -> None:
+        """Put it at the front of its member's line."""
+        self._front = entry.order = self._front - 1
         seat = inner.seats.get(member)
         entry.next = None if seat is None else seat.line
         seat = inner.headed(member, entry)
@@ -165,8 +174,6 @@ class MemberCounters:
         """What is paid for the members' jobs that run."""
         self.predicts = self._like.predicts
         """How their output is predicted."""
-        self._payers: dict[JobId, TenantId] = {}
-        """Jobs of which something is paid, with their tenants."""
         self._inherited: dict[str, Json] = {}
         self._sweep_at = IDLE_KEPT
         self.open: dict[TenantId, CounterScheduler | list[Job]] = {}
@@ -177,24 +184,21 @@ class MemberCounters:
     def push(self, job: Job, now: float) -> bool:
         """Queue; True when this opens the tenant's line. Raises ValueError for an id that is queued."""
         queue, tenant = self._queue, job.tenant
-        if job.id in queue.jobs:
-            raise ValueError(f"job {job.id!r} is already queued")
+        entry = queue.enter(job)
         inner = self._inside.get(tenant)
         if inner is None or isinstance(inner, list):
             return self._arrived(job)
-        opens = not inner.waiting.live
-        queue.append(inner, self._member(job), job)
-        if opens:
-            self.open[tenant] = inner
-        return opens
+        if not queue.append(inner, self._member(job), entry) or inner.waiting.live > 1:
+            return False
+        self.open[tenant] = inner
+        return True
 
     def push_front(self, job: Job, now: float, reason: RequeueReason) -> bool:
         """Put back; True when this opens the tenant's line. Raises ValueError for an id that is queued."""
         queue, tenant = self._queue, job.tenant
-        if job.id in queue.jobs:
-            raise ValueError(f"job {job.id!r} is already queued")
+        entry = queue.enter(job)
         inner = self._policy(tenant)
-        queue.put_first(inner, self._member(job), job)
+        queue.put_first(inner, self._member(job), entry)
         opens = tenant not in self.open
         self.open[tenant] = inner
         return opens
@@ -205,11 +209,9 @@ class MemberCounters:
         if isinstance(inner, list):
             seat.line = inner = self._policy(seat.key)
         job = inner.pop(now, fits)
-        if job is not None:
-            self._payers[job.id] = seat.key
-            if not inner.waiting.live:
-                seat.line = None
-                del self.open[seat.key]
+        if job is not None and not inner.waiting.live:
+            seat.line = None
+            del self.open[seat.key]
         return job
 
     def discard(self, job_id: JobId) -> Job | None:
@@ -224,7 +226,6 @@ class MemberCounters:
         seat = inner.seats[self._member(job)]
         queue.discard(seat, entry)
         inner.discarded(job, seat)
-        self._payers.pop(job_id, None)
         if not inner.waiting.live:
             del self.open[tenant]
         if queue.crowded:
@@ -261,8 +262,6 @@ class MemberCounters:
         if inner is None or isinstance(inner, list):
             inner = self._policy(job.tenant)
         inner.charge(job, charge, now, final)
-        if final:
-            self._payers.pop(job.id, None)
 
     def explain(self, job: Job) -> Pick:
         """Why the inner policy picked it."""
@@ -279,13 +278,14 @@ class MemberCounters:
     def dump(self) -> Json:
         """The inner policies' state, by tenant, as each would dump it alone. Not of who idles since a load."""
         states: dict[str, Json] = {}
-        for tenant in dict.fromkeys([*self._inside, *self._payers.values()]):
+        payers = self.paid.tenants()
+        for tenant in dict.fromkeys([*self._inside, *payers.values()]):
             made = self._inside.get(tenant)
             state = made.dump_counters() if isinstance(made, CounterScheduler) else self._inherited.get(tenant, {})
             states[str(tenant)] = {**state, "prepaid": {}, "prepaid_output": {}, "lengths": []}
         for key, tokens in self.paid.dump().items():
             for job_id, left in tokens.items():
-                states[str(self._payers[JobId(job_id)])][key][job_id] = left
+                states[str(payers[JobId(job_id)])][key][job_id] = left
         return states
 
     def check(self, state: Any) -> None:
@@ -295,17 +295,12 @@ class MemberCounters:
     def load(self, state: Mapping[str, Json]) -> None:
         """Replace their state by one that passed ``check``."""
         self._inherited = {str(tenant): dict(own) for tenant, own in state.items()}
-        paid: dict[str, dict[str, int]] = {"prepaid": {}, "prepaid_output": {}}
-        self._payers = {}
+        self.paid.load({})
         for tenant, own_state in self._inherited.items():
-            for key, tokens in paid.items():
-                found = own_state.pop(key, {})
-                tokens.update(found)
-                self._payers.update(dict.fromkeys(map(JobId, found), TenantId(tenant)))
+            self.paid.add({key: own_state.pop(key, {}) for key in ("prepaid", "prepaid_output")}, TenantId(tenant))
         for tenant, inner in self._inside.items():
             if not isinstance(inner, list):
                 inner.load_counters(self._inherited.pop(tenant, {}))
-        self.paid.load(paid)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -317,7 +312,6 @@ class MemberCounters:
             self._make_room()
             coming = self._inside[tenant] = []
         coming.append(job)
-        self._queue.jobs[job.id] = Entry(0, job)
         opens = tenant not in self.open
         self.open[tenant] = coming
         if len(coming) == COMING:
@@ -340,12 +334,12 @@ class MemberCounters:
         if coming:
             self.open[tenant] = inner
         for job in coming:
-            self._queue.append(inner, self._member(job), job)
+            self._queue.append(inner, self._member(job), self._queue.jobs[job.id])
         return inner
 
     def _make_room(self) -> None:
         """One more tenant comes. Drop what idle ones have, when there are many: amortised O(1)."""
         if len(self._inside) >= self._sweep_at:
-            busy = {*self._payers.values(), *self.open}
+            busy = {*self.paid.tenants().values(), *self.open}
             self._inside = {tenant: inner for tenant, inner in self._inside.items() if tenant in busy}
             self._sweep_at = max(IDLE_KEPT, 2 * len(self._inside))

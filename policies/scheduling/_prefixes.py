@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import islice
 
-from policies.scheduling._keyed import KeyedLines
+from policies.scheduling._keyed import KeyedLines, Line
 from policies.scheduling._lines import Seat
 from policies.spi import Fits
 from policies.types import Job, JobId, PrefixKey, RequeueReason, TenantId
@@ -75,31 +75,26 @@ class PrefixLines:
     def push(self, job: Job, now: float) -> bool:
         """O(log n)."""
         if not job.prefix_keys:
-            return self._lines.push(job.tenant, job, self._ageing * job.arrived_at)
+            return self._lines.push(job.tenant, job, self._ageing * job.arrived_at) is not None
         depth = self._hot.depth(job.prefix_keys)
         changed = self._lines.push(job.tenant, job, self._key(job, depth))
         self._watch(job, depth)
-        return changed
+        return changed is not None
 
     def push_front(self, job: Job, now: float, reason: RequeueReason) -> bool:
         """O(log n)."""
         depth = self._hot.depth(job.prefix_keys)
-        changed = self._lines.push_front(job.tenant, job, self._key(job, depth))
+        self._lines.push_front(job.tenant, job, self._key(job, depth))
         self._watch(job, depth)
-        return changed
-
-    def head_key(self, tenant: TenantId) -> float:
-        """For comparing tenants; 0 without a line."""
-        line = self.open.get(tenant)
-        return line[0][4] if line else 0.0
+        return True
 
     def pop_if(self, seat: Seat, now: float, fits: Fits) -> Job | None:
         """O(log n); longest hot prefix first, waits count. ``touch`` its chain afterwards."""
-        tenant = seat.key
-        job = self._lines.pop_if(tenant, fits)
-        if job is None:
+        line: Line[TenantId] = seat.line
+        if not fits(line.heap[0][2]):
             return None
-        if tenant not in self.open:
+        job = self._lines.pop(line)
+        if not line.heap:
             seat.line = None
         if job.prefix_keys:
             self._unwatch(job)
@@ -121,7 +116,7 @@ class PrefixLines:
 
     def has(self, tenant: TenantId) -> bool:
         """Whether the tenant has queued jobs."""
-        return self._lines.has(tenant)
+        return tenant in self.open
 
     def touch(self, job: Job) -> Collection[TenantId]:
         """The job was dispatched; returns tenants whose head may have changed."""
@@ -144,7 +139,7 @@ class PrefixLines:
 
     def shrunk(self, tenant: TenantId) -> bool:
         """Correct the head's match if keys of it were forgotten; True when that changed anything."""
-        job = self._lines.head(tenant)
+        job = self.open[tenant].heap[0][2]
         if self._hot.depth(job.prefix_keys) >= self._depths.get(job.id, 0):
             return False
         self._look_again(job.id, 0)

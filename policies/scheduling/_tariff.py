@@ -9,7 +9,9 @@ from typing import Any
 from pydantic import Field
 
 from policies.spi import PolicyConfig
-from policies.types import Charge, Job, JobId
+from policies.types import Charge, Job, JobId, TenantId
+
+_UNKNOWN = TenantId("")
 
 
 class TariffConfig(PolicyConfig):
@@ -48,9 +50,9 @@ class Prepaid:
 
     def __init__(self, tariff: Tariff) -> None:
         self.tariff = tariff
-        self._left: dict[JobId, tuple[int, int]] = {}
+        self._left: dict[JobId, tuple[int, int, TenantId]] = {}
         self.last = 0.0
-        """What the last call of ``take``, ``settle`` or ``refund`` said."""
+        """What the last call of ``take``, ``settle`` or ``refund`` said: for who pays the same price for the same."""
 
     def take(self, job: Job, output: int = 0, cached: int = 0) -> float:
         """Cost to charge at dispatch; nothing when the job was dispatched before (a retry does not pay twice).
@@ -62,85 +64,64 @@ class Prepaid:
             self.last = 0.0
             return 0.0
         prompt = job.prompt_tokens - cached
-        left[job_id] = (prompt, output)
+        left[job_id] = (prompt, output, job.tenant)
         self.last = cost = prompt * tariff.input_cost + output * tariff.output_cost
         return cost
 
     def settle(self, job: Job, charge: Charge, final: bool) -> float:
         """Cost to charge (negative: to give back) for reported work, beside what was taken. O(1)."""
-        tariff = self.tariff
-        paid = self._left.get(job.id)
+        tariff, left = self.tariff, self._left
+        paid = left.get(job.id)
         if paid is None:
             self.last = cost = tariff.cost(charge)
             return cost
-        prompt, output = paid
+        prompt, output, tenant = paid
+        if final:
+            del left[job.id]
+            self.last = cost = tariff.cost(charge) - prompt * tariff.input_cost - output * tariff.output_cost
+            return cost
         read = charge.prompt + charge.cached
         read = 0 if read < 0 else prompt if read > prompt else read
         made = 0 if charge.output < 0 else output if charge.output > output else charge.output
         cost = (charge.prompt - read) * tariff.input_cost + (charge.output - made) * tariff.output_cost
-        cost += charge.cached * tariff.cached_cost
-        if final:
-            del self._left[job.id]
-            cost = cost - (prompt - read) * tariff.input_cost - (output - made) * tariff.output_cost
-        elif read or made:
-            self._left[job.id] = (prompt - read, output - made)
-        self.last = cost
+        self.last = cost = cost + charge.cached * tariff.cached_cost
+        if read or made:
+            left[job.id] = (prompt - read, output - made, tenant)
         return cost
 
     def refund(self, job_id: JobId) -> float:
         """Cost to give back for a returned job that leaves the queue without running again."""
-        prompt, output = self._left.pop(job_id, (0, 0))
+        prompt, output, _ = self._left.pop(job_id, (0, 0, ""))
         self.last = cost = prompt * self.tariff.input_cost + output * self.tariff.output_cost
         return cost
 
     def dump(self) -> dict[str, dict[str, int]]:
         """The shared keys ``prepaid`` and ``prepaid_output``: {job id: tokens}."""
         return {
-            "prepaid": {str(job_id): prompt for job_id, (prompt, _) in self._left.items()},
-            "prepaid_output": {str(job_id): output for job_id, (_, output) in self._left.items() if output},
+            "prepaid": {str(job_id): prompt for job_id, (prompt, _, _) in self._left.items()},
+            "prepaid_output": {str(job_id): output for job_id, (_, output, _) in self._left.items() if output},
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Replace by those keys of a ``dump``; absent ones are empty. Raises ValueError for what is none."""
-        prompts, outputs = _tokens(state, "prepaid"), _tokens(state, "prepaid_output")
-        self._left = {job_id: (prompt, outputs.get(job_id, 0)) for job_id, prompt in prompts.items()}
+        self._left = _read(state, _UNKNOWN)
+
+    def add(self, state: Mapping[str, Any], tenant: TenantId) -> None:
+        """Likewise, of one tenant's jobs, beside what is there."""
+        self._left.update(_read(state, tenant))
+
+    def tenants(self) -> dict[JobId, TenantId]:
+        """Whose jobs these are, as far as they were dispatched here or ``add`` told it."""
+        return {job_id: tenant for job_id, (_, _, tenant) in self._left.items()}
 
     def __len__(self) -> int:
         """Jobs that were dispatched and have not had their final charge."""
         return len(self._left)
 
 
-class Repeated(Prepaid):
-    """Says what ``first`` just said of the same job: for a second party that pays the same price, asked after it."""
-
-    __slots__ = ("_first",)
-
-    def __init__(self, first: Prepaid) -> None:
-        super().__init__(first.tariff)
-        self._first = first
-
-    def take(self, job: Job, output: int = 0, cached: int = 0) -> float:
-        """As ``first``."""
-        return self._first.last
-
-    def settle(self, job: Job, charge: Charge, final: bool) -> float:
-        """As ``first``."""
-        return self._first.last
-
-    def refund(self, job_id: JobId) -> float:
-        """As ``first``."""
-        return self._first.last
-
-    def dump(self) -> dict[str, dict[str, int]]:
-        """As ``first``."""
-        return self._first.dump()
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Not for this one: what is loaded may differ."""
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        return len(self._first)
+def _read(state: Mapping[str, Any], tenant: TenantId) -> dict[JobId, tuple[int, int, TenantId]]:
+    prompts, outputs = _tokens(state, "prepaid"), _tokens(state, "prepaid_output")
+    return {job_id: (prompt, outputs.get(job_id, 0), tenant) for job_id, prompt in prompts.items()}
 
 
 def _tokens(state: Mapping[str, Any], key: str) -> dict[JobId, int]:

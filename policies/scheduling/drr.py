@@ -42,7 +42,6 @@ class DrrScheduler(CounterScheduler):
     """O(log tenants) per operation, however small the quantum is."""
 
     any_members = True
-    by_number = False
 
     def __init__(self, tariff: Tariff, lengths: Lengths, quantum: float) -> None:
         super().__init__(tariff, lengths)
@@ -54,8 +53,8 @@ class DrrScheduler(CounterScheduler):
     def _floor(self) -> float:
         return self._round * self._quantum
 
-    def _rank(self, tenant: TenantId, counter: float) -> Any:
-        return counter // self._quantum, self._places.get(tenant, 0)
+    def _rank(self, seat: Seat) -> Any:
+        return seat.counter // self._quantum, self._places[seat.key]
 
     def _why(self, counter: float, tenants: int) -> str:
         return f"its turn in round {self._round} of {tenants} waiting tenants"

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pydantic import Field, field_validator
 
 from policies.scheduling._floors import Floors
-from policies.scheduling._keyed import KeyedHeads
+from policies.scheduling._keyed import KeyedHeads, Line
 from policies.scheduling._lengths import Lengths, PredictingConfig
 from policies.scheduling._ranking import Ranking
 from policies.scheduling._tariff import Prepaid
@@ -64,12 +64,11 @@ class _Heads(KeyedHeads[Flow]):
 
     def __init__(self, floored: list[str]) -> None:
         super().__init__()
-        self._classes: dict[str, Ranking[TenantId]] = {name: Ranking() for name in floored}
+        self._classes: dict[str, Ranking[Line[Flow]]] = {name: Ranking() for name in floored}
 
-    def first_of(self, name: str, accept: Callable[[Job], bool]) -> Flow | None:
-        """The first flow of one floored class whose head is accepted."""
-        tenant = self._classes[name].first(lambda tenant: accept(self.lines.head((name, tenant))))
-        return None if tenant is None else (name, tenant)
+    def first_of(self, name: str, accept: Callable[[Job], bool]) -> Line[Flow] | None:
+        """The first line of one floored class whose head is accepted."""
+        return self._classes[name].first(lambda line: accept(line.heap[0][2]))
 
     def waits(self, name: str) -> bool:
         """Whether a floored class has queued jobs."""
@@ -81,15 +80,15 @@ class _Heads(KeyedHeads[Flow]):
             ranking.clear()
         return super().drain()
 
-    def _set(self, flow: Flow, key: float) -> None:
-        super()._set(flow, key)
-        if flow[0] in self._classes:
-            self._classes[flow[0]].set(flow[1], key)
-
-    def _unset(self, flow: Flow) -> None:
-        super()._unset(flow)
-        if flow[0] in self._classes:
-            self._classes[flow[0]].remove(flow[1])
+    def _ranked(self, line: Line[Flow]) -> None:
+        super()._ranked(line)
+        ranking = self._classes.get(line.key[0])
+        if ranking is None:
+            return
+        if line.heap:
+            ranking.set(line, line.heap[0][4])
+        else:
+            ranking.remove(line)
 
 
 class EdfScheduler:
@@ -97,10 +96,11 @@ class EdfScheduler:
 
     def __init__(self, config: EdfConfig) -> None:
         self._config = config
+        self._floored = bool(config.floors)
         self._queue = _Heads(list(config.floors))
-        self._late: list[tuple[float, int, JobId]] = []
+        self._late: list[tuple[float, int, Job]] = []
+        """When it is too late for a job, in order; those that are not in line any more are dropped later."""
         self._serial = 0
-        self._entered: dict[JobId, int] = {}
         self._floors: Floors[str] = Floors()
         for name, share in config.floors.items():
             self._floors.grant(name, share)
@@ -113,26 +113,25 @@ class EdfScheduler:
         deadline = job.deadline
         self._queue.push((job.service_class, job.tenant), job, self._deadline(job) if deadline is None else deadline)
         if deadline is not None:
-            self._serial += 1
-            self._entered[job.id] = self._serial
-            heapq.heappush(self._late, (self._latest_start(job, deadline), self._serial, job.id))
-            if len(self._late) > 2 * len(self._entered) + 64:
-                self._late = [item for item in self._late if self._entered.get(item[2]) == item[1]]
-                heapq.heapify(self._late)
-        if self._config.floors:
+            self._serial = serial = self._serial + 1
+            late = self._late
+            heapq.heappush(late, (self._latest_start(job, deadline), serial, job))
+            if len(late) > 2 * len(self._queue) + 64:
+                late[:] = [item for item in late if self._queue.lines.is_new(item[2])]
+                heapq.heapify(late)
+        if self._floored:
             self._mark(job.service_class)
 
     def pop(self, now: float, fits: Fits) -> Job | None:
         """O(log n) and one ``fits`` per tenant and class whose head does not fit."""
-        flow, due = self._first_due(fits) if self._config.floors else (None, "")
-        if flow is None:
-            flow, due = self._queue.first(fits), ""
-            if flow is None:
+        line, due = self._first_due(fits) if self._floored else (None, "")
+        if line is None:
+            line, due = self._queue.first(fits), ""
+            if line is None:
                 return None
         queued = len(self._queue)
-        job = self._queue.pop(flow)
-        self._entered.pop(job.id, None)
-        if self._config.floors:
+        job = self._queue.pop(line)
+        if self._floored:
             cost = self._paid.take(job, self._lengths.begin(job))
             self._floors.serve(job.service_class, cost, ordinary=not due)
             self._mark(job.service_class)
@@ -149,8 +148,7 @@ class EdfScheduler:
         job = self._queue.discard(job_id)
         if job is None:
             return False
-        self._entered.pop(job_id, None)
-        if self._config.floors:
+        if self._floored:
             self._lengths.forget(job_id)
             self._floors.serve(job.service_class, -self._paid.refund(job_id))
             self._mark(job.service_class)
@@ -160,28 +158,26 @@ class EdfScheduler:
         """Jobs for which it is too late, none removed yet."""
         late: list[Job] = []
         while self._late and self._late[0][0] < now:
-            _, serial, job_id = heapq.heappop(self._late)
-            job = self._queue.lines.get(job_id)
-            if job is not None and self._entered.get(job_id) == serial:
+            job = heapq.heappop(self._late)[2]
+            if self._queue.lines.is_new(job):
                 late.append(job)
         return late
 
     def next_expired(self) -> float | None:
         """When it is too late for the next one."""
-        while self._late and self._entered.get(self._late[0][2]) != self._late[0][1]:
+        while self._late and not self._queue.lines.is_new(self._late[0][2]):
             heapq.heappop(self._late)
         return self._late[0][0] if self._late else None
 
     def charge(self, job: Job, charge: Charge, now: float, final: bool) -> None:
         """Only floors look at service."""
-        if self._config.floors:
+        if self._floored:
             self._lengths.note(job, charge.output, final)
             self._floors.serve(job.service_class, self._paid.settle(job, charge, final))
 
     def drain(self) -> list[Job]:
         """In order of arrival."""
         self._late.clear()
-        self._entered.clear()
         jobs = self._queue.drain()
         for name in self._config.floors:
             self._mark(name)
@@ -193,7 +189,7 @@ class EdfScheduler:
 
     def load(self, state: Json) -> None:
         """Replace them. Raises ValueError when malformed."""
-        if not self._config.floors:
+        if not self._floored:
             return
         self._lengths.load(state)
         self._paid.load(state)
@@ -210,11 +206,11 @@ class EdfScheduler:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def _first_due(self, fits: Fits) -> tuple[Flow | None, str]:
+    def _first_due(self, fits: Fits) -> tuple[Line[Flow] | None, str]:
         for due in self._floors.due():
-            flow = self._queue.first_of(due, fits)
-            if flow is not None:
-                return flow, due
+            line = self._queue.first_of(due, fits)
+            if line is not None:
+                return line, due
         return None, ""
 
     def _deadline(self, job: Job) -> float:

@@ -22,10 +22,11 @@ from pydantic import Field
 
 from policies.scheduling._counters import CounterScheduler
 from policies.scheduling._lengths import Lengths, PredictingConfig
+from policies.scheduling._lines import Seat
 from policies.scheduling._prefixes import PrefixLines
 from policies.scheduling._tariff import Tariff
 from policies.spi import Fits, PolicyContext, PolicySpec
-from policies.types import Job, TenantId
+from policies.types import Job
 
 
 class LocalityConfig(PredictingConfig):
@@ -43,7 +44,6 @@ class LocalityScheduler(CounterScheduler):
     """O(log n) per operation and O(blocks of the prompt) per dispatch."""
 
     any_lines = False
-    by_number = False
 
     def __init__(self, tariff: Tariff, lengths: Lengths, *, quantum: float, ageing: float, max_keys: int) -> None:
         self._prefixes = PrefixLines(max_keys, ageing)
@@ -58,14 +58,15 @@ class LocalityScheduler(CounterScheduler):
             seat = self.waiting.top()
             if seat is None or not self._prefixes.shrunk(seat.key):
                 break
-            self.waiting.put(seat, self._rank(seat.key, seat.counter))
+            self.waiting.put(seat, self._rank(seat))
         return super().pop(now, fits)
 
     def _floor(self) -> float:
         return self._round * self._quantum
 
-    def _rank(self, tenant: TenantId, counter: float) -> Any:
-        return counter // self._quantum, self._prefixes.head_key(tenant)
+    def _rank(self, seat: Seat) -> Any:
+        line = seat.line
+        return seat.counter // self._quantum, 0.0 if line is None else line.heap[0][4]
 
     def _pay(self, job: Job) -> float:
         self._matched = self._prefixes.matched(job) if job.prefix_keys else 0
@@ -80,7 +81,7 @@ class LocalityScheduler(CounterScheduler):
         for tenant in self._prefixes.touch(job):
             if self._waits(tenant) and self._prefixes.has(tenant):
                 seat = self.seats[tenant]
-                self.waiting.put(seat, self._rank(tenant, seat.counter))
+                self.waiting.put(seat, self._rank(seat))
 
     def _why(self, counter: float, tenants: int) -> str:
         return (

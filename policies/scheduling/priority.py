@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 from pydantic import Field, field_validator
 
-from policies.scheduling._counters import read_service
+from policies.scheduling._dumps import read_service
 from policies.scheduling._floors import Floors
 from policies.scheduling._lengths import Lengths, PredictingConfig
 from policies.scheduling._lines import Seat
@@ -67,8 +67,7 @@ class _CountedBand(_Band):
         self._priority = priority
         self._floors = floors
 
-    def _count(self, seat: Seat, cost: float, weight: float) -> None:
-        super()._count(seat, cost, weight)
+    def _counted(self, seat: Seat, cost: float) -> None:
         if self._floors.granted:
             self._floors.serve(self._priority, cost, ordinary=self.ordinary)
 

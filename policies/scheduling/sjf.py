@@ -47,10 +47,10 @@ class SjfScheduler:
     def pop(self, now: float, fits: Fits) -> Job | None:
         """O(log n) and one ``fits`` per tenant whose head does not fit."""
         queue = self._queue
-        tenant = queue.first(fits)
-        if tenant is None:
+        line = queue.first(fits)
+        if line is None:
             return None
-        job = queue.pop(tenant)
+        job = queue.pop(line)
         self._lengths.start(job)
         self._pick = (job, len(queue) + 1)
         return job

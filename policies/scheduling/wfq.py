@@ -46,8 +46,7 @@ class WfqScheduler(CounterScheduler):
         if counter > self._now:
             self._now = counter
 
-    def _count(self, seat: Seat, cost: float, weight: float) -> None:
-        super()._count(seat, cost, weight)
+    def _counted(self, seat: Seat, cost: float) -> None:
         if seat.counter > self._latest:
             self._latest = seat.counter
 

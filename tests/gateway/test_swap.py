@@ -20,7 +20,7 @@ from policies.types import TenantId
 from tests.gateway.conftest import Start
 from tests.gateway.harness import MODEL, Site, events, pool, until
 from tests.gateway.test_dispatch import OPEN, backlog
-from tests.policies.faulty import Faulty, FaultyError
+from tests.policies.faulty import WITHHOLDS, Faulty, FaultyError
 from workers.testing import Echo
 
 
@@ -87,6 +87,20 @@ async def test_a_policy_that_fails_in_its_first_second_is_rolled_back(start: Sta
         assert again.json()["generation"] == 4
         await site.at_rest()
     assert maker.notes == ["start", "close"]
+
+
+async def test_a_policy_that_lets_nothing_run_is_rolled_back(start: Start) -> None:
+    """issue 4: what ran meanwhile ends, nothing new begins, until the guard has seen a second of that."""
+    maker = Maker()
+    changes = {"models": [pool(max_running=2)], "policies": {**OPEN, "scheduling": {"use": "vtc"}}}
+    async with start(changes, echo=Echo(step_s=0.004), policies=[maker.spec]) as site:
+        calls = await backlog(site, {"alpha": 5, "beta": 5}, max_tokens=4)
+        await site.admin.post("/admin/policies", json=FAULTY)
+        maker.made[-1].way = WITHHOLDS
+        await until(lambda: site.gateway.parts.runtime.current.generation == 3, "rolled back")
+        assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
+        assert site.dispatcher.snapshot()["policy"] == "vtc"
+        assert not site.dispatcher.stalled()
 
 
 async def test_a_policy_that_fails_later_falls_back_to_fcfs_in_that_queue_alone(start: Start) -> None:

@@ -11,6 +11,8 @@ from policies.types import Charge, Job, JobId, Pick
 
 CALLS = ("push", "pop", "requeue", "discard", "charge", "explain", "expired", "next_expired", "dump")
 LIES = ("makes up a job", "loses a job", "ignores fits", "denies a job", "explains nothing", "keeps what it popped")
+WITHHOLDS = "withholds jobs"
+"""Seen only after a while (``policies.guard.STALL_S``), so it is none of ``WAYS``."""
 WAYS = (*(f"{call} raises" for call in CALLS), *(f"{call} works and raises" for call in CALLS), *LIES)
 
 
@@ -19,7 +21,7 @@ class FaultyError(RuntimeError):
 
 
 class Faulty(FcfsScheduler):
-    """``way``: one of ``WAYS``, or None while it behaves."""
+    """``way``: one of ``WAYS``, ``WITHHOLDS``, or None while it behaves."""
 
     def __init__(self, way: str | None = None) -> None:
         super().__init__()
@@ -41,6 +43,8 @@ class Faulty(FcfsScheduler):
         self._do("requeue", lambda: super(Faulty, self).requeue(job, now, reason))
 
     def pop(self, now: float, fits: Fits) -> Job | None:
+        if self.way == WITHHOLDS:
+            return None
         if self.way == "makes up a job":
             return make_job("made up")
         if self.way == "ignores fits":

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
-from policies.guard import PROBATION_S, Failover, Guarded
+from policies.guard import PROBATION_S, STALL_S, Failover, Guarded
 from policies.manager import make_manager
 from policies.queue import JobQueue
 from policies.registry import Registry
@@ -19,7 +19,7 @@ from policies.scheduling.vtc import VtcConfig, VtcScheduler
 from policies.spi import PolicyContext, SchedulingPolicy
 from policies.testing import always, make_job
 from policies.types import Charge, Job, JobId, RequeueReason
-from tests.policies.faulty import WAYS, Faulty, FaultyError
+from tests.policies.faulty import WAYS, WITHHOLDS, Faulty, FaultyError
 from tests.policies.test_queue_machine import QueueMachine
 
 REGISTRY = Registry.from_manager(make_manager())
@@ -121,6 +121,51 @@ def test_the_first_second_begins_with_the_first_dispatch() -> None:
     line.queue.offer(make_job("x"), 30_000.0)
     assert line.rest(30_001.0) == ["x"]
     assert line.failovers[0].rolled_back
+
+
+@pytest.mark.parametrize("worked", [False, True])
+def test_one_that_returns_nothing_although_all_fits_is_replaced_after_a_second(worked: bool) -> None:
+    """issue 4: a swap to a policy that stalls is rolled back; one that stalls later makes way for ``fcfs``."""
+    line = Line(vtc())
+    for i in range(30):
+        line.queue.offer(make_job(f"q{i:02}", f"t{i % 3}"), 0.0)
+    faulty = Faulty()
+    line.swap(faulty, 1.0)
+    now = 1.0
+    if worked:
+        assert line.queue.next(now, always) is not None
+        now += 2 * PROBATION_S
+    faulty.way = WITHHOLDS
+    for step in (0.0, 0.5, 0.9):
+        assert line.queue.next(now + step * STALL_S, always) is None
+    assert line.failovers == []
+    assert line.rest(now + STALL_S) == [f"q{i:02}" for i in range(worked, 30)]
+    (failover,) = line.failovers
+    assert (failover.call, failover.successor) == ("pop", "fcfs" if worked else "first")
+    assert failover.rolled_back is not worked
+    assert "returned nothing" in str(failover.error)
+
+
+@pytest.mark.parametrize("other", [3, 25], ids=["seen at a glance", "seen when all are looked at"])
+def test_one_that_returns_nothing_while_something_does_not_fit_is_let_be(other: int) -> None:
+    """It may keep lines of its own, and hold up what stands behind that one."""
+    line = Line(Faulty(WITHHOLDS))
+    for i in range(30):
+        line.queue.offer(make_job(f"q{i:02}"), 0.0)
+    for tick in range(40):
+        assert line.queue.next(tick * 0.5 * STALL_S, lambda job: job.id != f"q{other:02}") is None
+    assert line.failovers == []
+
+
+def test_one_that_dispatches_now_and_then_is_let_be() -> None:
+    faulty = Faulty()
+    line = Line(faulty)
+    for i in range(10):
+        line.queue.offer(make_job(f"q{i}"), 0.0)
+    for tick in range(10):
+        faulty.way = None if tick % 2 else WITHHOLDS
+        assert (line.queue.next(tick * 0.9 * STALL_S, always) is None) == (faulty.way is not None)
+    assert line.failovers == []
 
 
 def test_who_takes_over_again_knows_what_ran_meanwhile() -> None:

@@ -109,7 +109,8 @@ class SequenceMaker:
         made: list[Sequence] = []
         search = self._search(generate)
         labels = frozenset(generate.labels)
-        for index in range(max(1, min(max(generate.n, generate.lines), MAX_CHOICES))):
+        choices = max(1, generate.n)
+        for index in range(min(max(choices, generate.lines), MAX_CHOICES)):
             sequence = Sequence(
                 id=generate.id,
                 index=index,
@@ -127,7 +128,7 @@ class SequenceMaker:
                 seed=stream_seed(generate, index, self.seed),
                 received_ns=now,
                 search=search,
-                silent=index >= max(1, generate.n),
+                silent=index >= choices,
             )
             if search is not None:
                 search.members.append(sequence)

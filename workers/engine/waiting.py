@@ -45,7 +45,11 @@ class WaitingLine:
 
     def head(self) -> Sequence | None:
         """The next to admit."""
-        return next((sequence for sequence in self if not sequence.fetching), None)
+        for line in (self._returned, self._fresh.values()):  # not by ``__iter__``: asked for each that is admitted
+            for sequence in line:
+                if sequence.fetch is None or not sequence.fetching:
+                    return sequence
+        return None
 
     def __iter__(self) -> Iterator[Sequence]:
         """In the order in which they are admitted."""

@@ -17,7 +17,6 @@ from policies.scheduling._levels import StandIns, TwoLevels, levels
 from policies.scheduling._lines import Lines
 from policies.scheduling._member_counters import MemberCounters
 from policies.scheduling._members import MemberLines
-from policies.scheduling._tariff import Repeated
 from policies.scheduling.vtc import VtcScheduler
 from policies.spi import PolicyConfigError, PolicyContext
 from policies.testing import always, make_job
@@ -339,17 +338,17 @@ def test_equal_prices_are_reckoned_once_unless_only_one_level_was_paid() -> None
         return policy
 
     once = paid()
-    assert isinstance(once._outer.paid, Repeated)
-    assert not isinstance(paid(inner={"use": "vtc", "with": {"output_cost": 3}})._outer.paid, Repeated)
-    assert not isinstance(paid(outer={"use": "vtc", "with": {"predict": "max"}})._outer.paid, Repeated)
+    assert once._outer.repeats
+    assert not paid(inner={"use": "vtc", "with": {"output_cost": 3}})._outer.repeats
+    assert not paid(outer={"use": "vtc", "with": {"predict": "max"}})._outer.repeats
     again = build("hierarchical")
     again.load(once.dump())
-    assert isinstance(again._outer.paid, Repeated)
+    assert again._outer.repeats
     flat = build("vtc")
     flat.load(once.dump())
     above = build("hierarchical")
     above.load(flat.dump())
-    assert not isinstance(above._outer.paid, Repeated), "within, nothing was paid for what runs"
+    assert not above._outer.repeats, "within, nothing was paid for what runs"
     with pytest.raises(ValueError, match="'waiting' must be"):
         once.load({"waiting": 3})
     once.charge(make_job("j0", "t0", prompt=100), Charge(60, 40, 1), 1.0, True)
@@ -439,8 +438,10 @@ def test_both_levels_hold_the_same_jobs_at_every_moment(actions: list[tuple[str,
         assert {job.tenant for job in queued.values()} == set(lines.open)
         if isinstance(lines, MemberCounters):
             assert set(lines._queue.jobs) == set(queued)
-            assert set(lines._payers) >= set(running)
-            assert len(lines._payers) == len(lines.paid) <= len(queued) + len(running)
+            payers = lines.paid.tenants()
+            assert set(payers) >= set(running)
+            assert set(payers) <= {*queued, *running}
+            assert all({**queued, **running}[job_id].tenant == tenant for job_id, tenant in payers.items())
             for tenant, inner in lines._inside.items():
                 own = [one for one in queued.values() if one.tenant == tenant]
                 assert lines.open.get(tenant) is (inner if own else None)

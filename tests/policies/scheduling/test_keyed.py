@@ -36,7 +36,7 @@ def test_keyed_lines_equal_sorted_lists(operations: list[tuple[str, str, int]]) 
             keys[job.id] = number
             place = (1, number, serial) if action == "push" else (0, -serial, 0)
             line.append((place, job.id))
-            changed = (lines.push if action == "push" else lines.push_front)(flow, job, number)
+            changed = (lines.push if action == "push" else lines.push_front)(flow, job, number) is not None
         elif action == "rekey" and line:
             place, job_id = line[number % len(line)]
             before = keys[job_id]
@@ -48,22 +48,23 @@ def test_keyed_lines_equal_sorted_lists(operations: list[tuple[str, str, int]]) 
             if before != number and job_id in (head, line[0][1]):
                 assert changed
         elif action == "pop" and line:
-            assert lines.pop(flow).id == line.pop(0)[1]
+            assert lines.pop(lines.open[flow]).id == line.pop(0)[1]
         elif action == "discard" and line:
             _, job_id = line.pop(number % len(line))
             found = lines.discard(JobId(job_id))
             assert found is not None
-            assert found[0] == flow
+            assert found[0].key == flow
             assert lines.discard(JobId(job_id)) is None
         line.sort()
         if changed is False:
             assert line[0][1] == head
         assert len(lines) == sum(map(len, model.values()))
         for name, expected in model.items():
-            assert lines.has(name) == bool(expected)
+            assert (name in lines.open) == bool(expected)
             if expected:
-                assert lines.head(name).id == expected[0][1]
-                assert lines.head_key(name) == keys[expected[0][1]]
+                head_entry = lines.open[name].heap[0]
+                assert head_entry[2].id == expected[0][1]
+                assert head_entry[4] == keys[expected[0][1]]
 
 
 def test_an_id_is_queued_once() -> None:
@@ -83,8 +84,9 @@ def test_stale_entries_are_swept() -> None:
     for i in range(10_000):
         lines.push("a", make_job(f"j{i}"), i)
         lines.discard(JobId(f"j{i}"))
-    assert sum(map(len, lines.open.values())) < 200
-    assert [lines.pop("a").id, lines.pop("a").id] == ["first", "moving"]
+    line = lines.open["a"]
+    assert len(line.heap) < 200
+    assert [lines.pop(line).id, lines.pop(line).id] == ["first", "moving"]
 
 
 def test_heads_are_ranked_by_their_keys_also_returned_ones() -> None:
@@ -93,12 +95,12 @@ def test_heads_are_ranked_by_their_keys_also_returned_ones() -> None:
         heads.push(flow, make_job(name, flow), key)
     heads.push_front("c", make_job("c0", "c"), 8)
     order = []
-    while (flow := heads.first(lambda job: True)) is not None:
-        order.append(heads.pop(flow).id)
+    while (line := heads.first(lambda job: True)) is not None:
+        order.append(heads.pop(line).id)
     assert order == ["a2", "b1", "a1", "c0", "c1"]
     heads.push("a", make_job("big", "a"), 1)
     heads.push("b", make_job("small", "b"), 2)
-    assert heads.first(lambda job: job.id == "small") == "b"
+    assert heads.first(lambda job: job.id == "small") is heads.lines.open["b"]
     assert heads.discard(JobId("big")) is not None
     assert heads.discard(JobId("big")) is None
     assert [job.id for job in heads.drain()] == ["small"]

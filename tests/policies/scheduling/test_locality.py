@@ -217,7 +217,9 @@ def test_watchers_are_exactly_the_queued_jobs(operations: list[tuple[str, list[s
         elif queued:
             while lines.forgot and lines.shrunk(TenantId("a")):
                 pass
-            popped = lines.pop_if(Seat(TenantId("a"), 0.0), 0.0, always)
+            seat = Seat(TenantId("a"), 0.0)
+            seat.line = lines.open[seat.key]
+            popped = lines.pop_if(seat, 0.0, always)
             assert popped is not None
             one = popped
             del queued[one.id]
