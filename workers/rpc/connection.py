@@ -5,7 +5,9 @@ Rules
   written by the thread that says it (``outlet.py``); all that waits for a turn of the loop is said in one frame.
 - The gateway opens with version and secret and is answered before anything else is read. Until then it gets
   ``MAX_OPENING`` bytes, ``OPENING_S`` seconds and one of ``MAX_VISITORS`` places.
-- The socket is the worker's own user's alone (mode 0600 before it listens); root may come too.
+- The socket is the worker's own user's alone (mode 0600 before it listens); root may come too. The gateway, too, says
+  its secret only to a worker of its own user or of root, unless it is root itself: in a folder that others can write to
+  somebody else may have listened first.
 - What is no frame, or no message, ends the session. The end of a connection in the middle of a frame is a lost
   connection like any other: its process, which may have been killed, tells more.
 - Other workers (``workers.transfer``) are answered at a socket beside it, over gRPC: they move megabytes, not steps.
@@ -14,6 +16,10 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import socket
+import struct
 from collections import deque
 from typing import cast
 
@@ -22,6 +28,11 @@ from workers.rpc.outlet import Outlet
 from workers.rpc.pulse import Pulse
 from workers.rpc.tls import TlsFiles
 from workers.rpc.wire import LAST_WORDS_S, MAX_FRAME, SessionError
+
+MAX_PATH = 104
+"""Bytes of a socket's path on Linux (108), with its end and what ``local_port`` appends for other workers."""
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user, group."""
 
 
 class Connection(asyncio.Protocol):
@@ -114,8 +125,22 @@ class Connection(asyncio.Protocol):
 
 
 def socket_path(address: str) -> str:
-    """Of ``unix:/path``."""
-    return address.removeprefix("unix:")
+    """Of ``unix:/path``. Raises OSError for a path that is too long for a socket."""
+    path = address.removeprefix("unix:")
+    if len(os.fsencode(path)) > MAX_PATH:
+        raise OSError(errno.ENAMETOOLONG, f"a socket's path has at most {MAX_PATH} bytes")
+    return path
+
+
+def ours(connected: socket.socket) -> bool:
+    """Is the process at the other end of this user, or root? Where the system tells.
+
+    Of one that listens it is asked who it was when it began to.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(told)[1] in (0, os.geteuid())
 
 
 def no_certificates(tls: TlsFiles | None) -> None:

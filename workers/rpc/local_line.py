@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import msgspec
 
 from workers.protocol import StepOutputs, Up, decode_up
 from workers.rpc import transport
-from workers.rpc.connection import Connection, no_certificates, socket_path
+from workers.rpc.connection import Connection, no_certificates, ours, socket_path
 from workers.rpc.frames import Kind, frame, opening, read_ending
 from workers.rpc.tls import TlsFiles
 from workers.rpc.transport import in_parts
@@ -29,7 +30,7 @@ class LocalLine(Connection):
     def __init__(self, address: str, secret: str | None, tls: TlsFiles | None, unsent: Unsent) -> None:
         super().__init__()
         no_certificates(tls)
-        self._path = socket_path(address)
+        self._address = address
         self._secret = secret
         self._unsent = unsent
         self._let_in: asyncio.Future[Any] = self.loop.create_future()
@@ -44,15 +45,21 @@ class LocalLine(Connection):
 
     async def open(self) -> None:
         """Connect, show the secret. Raises SessionError."""
+        try:
+            path = socket_path(self._address)
+        except OSError as error:
+            raise SessionError("unavailable", f"cannot connect to {self._address}: {error.strerror}") from None
         while True:
             try:
-                await self.loop.create_unix_connection(lambda: self, self._path)
+                await self.loop.create_unix_connection(lambda: self, path)
             except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
                 await asyncio.sleep(RETRY_S)
             except OSError as error:
-                raise SessionError("unavailable", f"cannot connect to {self._path}: {error.strerror}") from None
+                raise SessionError("unavailable", f"cannot connect to {path}: {error.strerror}") from None
             else:
                 break
+        if os.geteuid() != 0 and self.outlet is not None and not ours(self.outlet.socket):
+            raise SessionError("unauthenticated", f"who listens at {path} is another user: it is told no secret")
         self.say(opening(self._secret))
         waiting: set[asyncio.Future[Any]] = {self._let_in, self.over}
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

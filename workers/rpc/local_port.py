@@ -7,13 +7,12 @@ import errno
 import os
 import socket
 import stat
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from workers.rpc.connection import Connection, no_certificates, socket_path
+from workers.rpc.connection import Connection, no_certificates, ours, socket_path
 from workers.rpc.frames import VERSION, Kind, ending, frame, read_opening
 from workers.rpc.listening import Listener
 from workers.rpc.network import MAX_READERS, server
@@ -34,8 +33,6 @@ MAX_HELD = 2**20
 """Bytes that are read ahead of a session that has not begun."""
 BLOCKS_SUFFIX = ".kv"
 """Of the socket for other workers."""
-_CREDENTIALS = struct.Struct("3i")
-"""Process, user, group."""
 
 
 class LocalPort:
@@ -53,9 +50,9 @@ class LocalPort:
 
     async def start(self, address: str) -> str:
         """Listen. Raises OSError."""
-        path = socket_path(address)
         listening = socket.socket(socket.AF_UNIX)
         try:
+            path = socket_path(address)
             _make_room(path)
             listening.bind(path)
             os.chmod(path, 0o600)  # nobody can connect before it listens
@@ -106,7 +103,7 @@ class _Visitor(Connection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self.outlet is not None
-        if len(self._others) >= MAX_VISITORS or not _ours(self.outlet.socket):
+        if len(self._others) >= MAX_VISITORS or not ours(self.outlet.socket):
             self.end(None)
             return
         self._others.add(self)
@@ -234,8 +231,11 @@ class _Visitor(Connection):
 def _make_room(path: str) -> None:
     """Remove a socket that nobody listens at any more. Raises OSError when somebody does."""
     with socket.socket(socket.AF_UNIX) as trial:
+        trial.setblocking(False)
         try:
             trial.connect(path)
+        except BlockingIOError:  # somebody does, and takes nobody in
+            pass
         except FileNotFoundError:
             return
         except ConnectionRefusedError:
@@ -243,11 +243,3 @@ def _make_room(path: str) -> None:
                 os.unlink(path)
             return
     raise OSError(errno.EADDRINUSE, "somebody listens there")
-
-
-def _ours(connected: socket.socket) -> bool:
-    """Is the process at the other end of this user, or root? Where the system tells."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(told)[1] in (0, os.geteuid())

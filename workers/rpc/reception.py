@@ -90,15 +90,23 @@ class Reception:
         try:
             await asyncio.wait({talk, replaced}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await cancel_all(talk, replaced)
-            for request_id in self.outbox.close():
-                self._on_message(Cancel(id=request_id))
-            self._session = None
-            session.ended.set()
+            try:
+                await cancel_all(talk, replaced)
+            finally:  # though its connection is lost at that moment: the next one waits for it
+                self._close(session)
         if not talk.cancelled():
             talk.result()
         elif session.replaced.is_set():
             raise SessionError("aborted", "another gateway took this worker over")
+
+    def _close(self, session: _Session) -> None:
+        """Nothing of it is left, and the next one may begin."""
+        try:
+            for request_id in self.outbox.close():
+                self._on_message(Cancel(id=request_id))
+        finally:
+            self._session = None
+            session.ended.set()
 
     async def _talk(self, session: _Session) -> None:
         await session.caller.let_in()

@@ -74,7 +74,20 @@ def wrong_secret() -> SessionError:
 
 
 async def cancel_all(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel and wait; what they raised stays in them."""
+    """Cancel and wait; what they raised stays in them.
+
+    They have ended when it returns or raises: a cancellation of the caller that comes meanwhile is passed on then.
+    """
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    cancelled = False
+    while left := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError:
+            cancelled = True
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # looked at, so that nobody warns of it
+    if cancelled:
+        raise asyncio.CancelledError

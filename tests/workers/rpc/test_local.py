@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import stat
@@ -29,7 +30,8 @@ from workers.protocol import (
     encode,
     joined,
 )
-from workers.rpc import MAX_FRAME, SessionError, TlsFiles, WorkerClient, WorkerServer, local_port, pulse
+from workers.rpc import MAX_FRAME, SessionError, TlsFiles, WorkerClient, WorkerServer, local_line, local_port, pulse
+from workers.rpc.connection import MAX_PATH, ours
 from workers.rpc.frames import Ending, FrameReader, Kind, ending, frame, opening, read_ending
 from workers.transfer.connector import Part, TransferError, Wanted
 from workers.transfer.stream import GrpcConnector, handler
@@ -179,8 +181,54 @@ def test_gateway_d7_only_its_own_user_and_root_may_connect() -> None:
         def getsockopt(self, *_: int) -> bytes:
             return struct.pack("3i", 1, self.user, 1)
 
-    allowed = {user: local_port._ours(Connected(user)) for user in (0, os.geteuid(), os.geteuid() + 1)}  # type: ignore[arg-type]
+    allowed = {user: ours(Connected(user)) for user in (0, os.geteuid(), os.geteuid() + 1)}  # type: ignore[arg-type]
     assert allowed == {0: True, os.geteuid(): True, os.geteuid() + 1: False}
+
+
+async def test_gateway_d7_a_stranger_that_listens_is_told_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gateway D7: in a folder that others can write to somebody else may have been first."""
+    heard = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.read() == b""
+        writer.close()
+        heard.set()
+
+    server = await asyncio.start_unix_server(serve, tmp_path / "s")
+    monkeypatch.setattr(local_line, "ours", lambda connected: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(SessionError, match="another user: it is told no secret") as caught:
+        await WorkerClient(f"unix:{tmp_path}/s", SECRET).connect(10)
+    assert caught.value.code == "unauthenticated"
+    await asyncio.wait_for(heard.wait(), 30)
+    server.close()
+
+
+async def test_a_path_that_is_too_long_for_a_socket_is_told_at_both_ends(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/{'x' * MAX_PATH}"
+    said = f"a socket's path has at most {MAX_PATH} bytes"
+    with pytest.raises(OSError, match=f"cannot listen on .*: {said}"):
+        await Worker(address, SECRET).server.start()
+    with pytest.raises(SessionError, match=f"cannot connect to .*: {said}"):
+        await WorkerClient(address, SECRET).connect(10)
+
+
+async def test_a_socket_where_somebody_listens_and_takes_nobody_in_is_in_use(tmp_path: Path) -> None:
+    """A process that is stopped: to wait for it would stop the worker that starts."""
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as there:
+        there.bind(path)
+        there.listen(0)
+        waiting = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+        assert errno.EAGAIN in [one.connect_ex(path) for one in waiting]
+        with pytest.raises(OSError, match="somebody listens there"):
+            await Worker(f"unix:{path}", SECRET).server.start()
+        for one in waiting:
+            one.close()
 
 
 async def test_the_socket_is_its_owners_alone_and_goes_with_the_worker(serve_at: Serve) -> None:
