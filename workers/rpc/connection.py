@@ -53,7 +53,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
-        self.outlet = Outlet(transport.get_extra_info("socket").fileno(), self.loop, self.refill)
+        try:
+            self.outlet = Outlet(transport.get_extra_info("socket").fileno(), self.loop, self.refill)
+        except OSError as error:  # no descriptor is left: who came would wait for an answer for ever
+            self.end(SessionError("unavailable", f"cannot write to the connection: {error.strerror}"))
 
     def data_received(self, data: bytes) -> None:
         self.pulse.heard_at = self.loop.time()

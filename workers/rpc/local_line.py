@@ -58,7 +58,7 @@ class LocalLine(Connection):
                 raise SessionError("unavailable", f"cannot connect to {path}: {error.strerror}") from None
             else:
                 break
-        if os.geteuid() != 0 and self.outlet is not None and not ours(self.outlet.socket):
+        if self.outlet is not None and os.geteuid() != 0 and not ours(self.outlet.socket):
             raise SessionError("unauthenticated", f"who listens at {path} is another user: it is told no secret")
         self.say(opening(self._secret))
         waiting: set[asyncio.Future[Any]] = {self._let_in, self.over}

@@ -102,7 +102,8 @@ class _Visitor(Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert self.outlet is not None
+        if self.outlet is None:
+            return
         if len(self._others) >= MAX_VISITORS or not ours(self.outlet.socket):
             self.end(None)
             return

@@ -231,6 +231,25 @@ async def test_a_socket_where_somebody_listens_and_takes_nobody_in_is_in_use(tmp
             one.close()
 
 
+async def test_without_a_descriptor_for_it_a_connection_ends_at_once_at_both_ends(
+    serve_at: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await serve_at("unix")
+
+    def none_left(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", none_left)
+        async with stranger(worker) as peer:
+            assert await peer.next() is None
+        with pytest.raises(SessionError, match="cannot write to the connection: Too many open files"):
+            await worker.client().connect(20)
+    client = worker.client()
+    await greeted(client)
+    await client.close()
+
+
 async def test_the_socket_is_its_owners_alone_and_goes_with_the_worker(serve_at: Serve) -> None:
     worker = await serve_at("unix")
     path = Path(worker.server.address.removeprefix("unix:"))
