@@ -84,6 +84,10 @@ class Demand:
         """Whether every queued job fits, of the ``most`` that came first; ends with the first that does not."""
         return all(fits(entry.job) for entry in islice(self._queued.values(), most))
 
+    def first(self) -> JobId:
+        """The queued job that came first; there must be one."""
+        return next(iter(self._queued))
+
     def _waits(self, item: tuple[int, int, Job]) -> bool:
         entry = self._queued.get(item[2].id)
         return entry is not None and entry.order == item[1]

@@ -90,8 +90,9 @@ class Guarded:
         self._previous: tuple[str, SchedulingPolicy] | None = None
         self._ends: float | None = None
         self._now = 0.0
-        self._silent_since: float | None = None
-        """When it first returned nothing although what was looked at fits; None: it has returned something since."""
+        self._silent: tuple[float, JobId] | None = None
+        """When it first returned nothing although what was looked at fits, and the first job that waited then; None: it
+        has returned something since. With that job gone, nobody has waited all the time."""
 
     def arm(self, queue: Held, now: float, previous: Guarded | None = None) -> None:
         """``queue`` holds this policy from now on, in place of ``previous``, which the swap has emptied."""
@@ -259,20 +260,20 @@ class Guarded:
         if len(policy) != expected:
             raise BrokenPromise(f"it holds {len(policy)} jobs where {expected} are queued")
         if job is not None:
-            self._silent_since = None
+            self._silent = None
         elif expected and self._stalls(queue, getattr(fits, "quiet", fits), now):
             raise BrokenPromise(f"for {STALL_S:g} s it has returned nothing although all that is queued fits")
         return job
 
     def _stalls(self, queue: Held, fits: Fits, now: float) -> bool:
         """It has returned nothing: whether it could have all the time. A head that does not fit may hold others up."""
-        since = self._silent_since
+        silent = self._silent
         if not queue.demand.all_fit(fits, _GLANCE):
-            self._silent_since = None
-        elif since is None:
-            self._silent_since = now
-        elif now - since >= STALL_S:
-            self._silent_since = now
+            self._silent = None
+        elif silent is None or not queue.is_queued(silent[1]):
+            self._silent = now, queue.demand.first()
+        elif now - silent[0] >= STALL_S:
+            self._silent = now, queue.demand.first()
             return queue.demand.all_fit(fits)
         return False
 
@@ -289,7 +290,7 @@ class Guarded:
             rolled_back = False
         else:
             raise error
-        self._previous = self._silent_since = None
+        self._previous = self._silent = None
         failover = Failover(failed, call, error, self.name, rolled_back)
         self._on_failover(failover)
         return failover

@@ -157,6 +157,17 @@ def test_one_that_returns_nothing_while_something_does_not_fit_is_let_be(other: 
     assert line.failovers == []
 
 
+def test_pauses_over_different_jobs_are_no_stall() -> None:
+    """A policy that paces its jobs returns nothing now and then: what it held back may be gone long ago."""
+    line = Line(Faulty(WITHHOLDS))
+    for i in range(5):
+        now = i * 10 * STALL_S
+        line.queue.offer(make_job(f"q{i}", max_wait_s=1000.0), now)
+        assert line.queue.next(now, always) is None
+        assert line.queue.discard(JobId(f"q{i}"))
+    assert line.failovers == []
+
+
 def test_one_that_dispatches_now_and_then_is_let_be() -> None:
     faulty = Faulty()
     line = Line(faulty)
