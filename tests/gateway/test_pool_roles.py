@@ -28,7 +28,7 @@ def settings(*pools: dict[str, Any]) -> Settings:
         ([{"canary": {"percent": 100}}, {"fallback": ["overload"]}], "must be ordinary"),
         ([{}, {"canary": {"percent": 101}}], "less than or equal to 100"),
         ([{}, {"fallback": ["boredom"]}], "overload"),
-        ([{"weight": 0}], "greater than 0"),
+        ([{"weight": 0}], "greater than or equal to 0.000001"),
     ],
 )
 def test_pools_whose_roles_make_no_sense_are_refused(pools: list[dict[str, Any]], says: str) -> None:
