@@ -72,8 +72,6 @@ class Timeline:
     input_tokens: int
     submitted: float = 0.0
     """When it was due: time that the client lost before sending counts as the server's."""
-    sent: float | None = None
-    """When it went out; None where that is not told apart from when it was due."""
     times: list[float] = field(default_factory=list)
     """When each output token came; tokens that came together have the same time."""
     scheduled: float | None = None
@@ -90,6 +88,8 @@ class Timeline:
     """Its tokens, where the load keeps answers."""
     longest_step: float = 0.0
     """Seconds of the engine's longest step since nothing was under way, until this one's end. 0: steps are not seen."""
+    sent: float | None = None
+    """When it went out; None where that is not told apart from when it was due."""
 
     @property
     def outputs(self) -> int:

@@ -27,7 +27,8 @@ CASES: list[tuple[str, Any, str]] = [
     ("speculation", {"method": "draft", "draft_model": " "}, "' ' is no model; write a source"),
     ("speculation", {"method": "draft", "draft_model": "a\0b"}, "is no model; write a source"),
     ("transfer", {"timeout_s": float("inf")}, "less than or equal to 3600"),
-    ("transfer", {"lease_s": 1e300}, "less than or equal to 3600"),
+    ("transfer", {"lease_s": 1e9}, "less than or equal to 3600"),
+    ("transfer", {"lease_s": 1e300}, "between 1e-09 and 1e\\+15 in size"),
 ]
 
 
