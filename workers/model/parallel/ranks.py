@@ -179,6 +179,13 @@ class Ranks:
         """What every rank answers while it starts. Raises ValueError with what one says is wrong, or that it ended."""
         return [self._answer(rank, channel, kind) for rank, channel in enumerate(self._channels, 1)]
 
+    def blame(self, kind: type[A]) -> None:
+        """Raise ValueError with what one says is wrong, where one says so within ``END_S`` instead of ``kind``."""
+        spoke, _, _ = select.select(self._channels, [], [], END_S)
+        for rank, channel in enumerate(self._channels, 1):
+            if channel in spoke:
+                self._answer(rank, channel, kind)
+
     def watch(self, lost: Callable[[], None]) -> None:
         """Have ``lost`` called, on a thread of its own, as soon as a rank ends that was not let go."""
         self._keeper.watch(lost)

@@ -181,11 +181,15 @@ def spread(
         own = part.plan(split, engine, devices[0], dtype, max_context, beside)
         budget = part.together([own, *(Budget(**one.budget) for one in ranks.answers(Room))])
         ranks.tell(Begin(budget.blocks))
-        group = Group(split, store, devices[0], engine.rank_timeout_s)
-        ranks.at_end(group.close)
-        made = part.build(
-            split, group, directory, engine, target, budget.blocks, max_context, dtype, devices[0], fitted
-        )
+        try:
+            group = Group(split, store, devices[0], engine.rank_timeout_s)
+            ranks.at_end(group.close)
+            made = part.build(
+                split, group, directory, engine, target, budget.blocks, max_context, dtype, devices[0], fitted
+            )
+        except RunnerGoneError:
+            ranks.blame(Ready)  # one that left while we were still joining said why
+            raise
         ready = ranks.answers(Ready)
         if device.type == "cpu":  # NCCL looks into it later too
             ranks.joined()

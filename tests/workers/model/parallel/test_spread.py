@@ -12,10 +12,11 @@ import torch
 from tests.workers.model import tiny
 from tests.workers.model.harness import GREEDY, Bench
 from workers.config import EngineConfig
-from workers.engine.plan import StepPlan
+from workers.engine.plan import RunnerGoneError, StepPlan
 from workers.model import budget
 from workers.model.draft import DraftRunner
 from workers.model.loading import LoadedModel, load
+from workers.model.parallel import spread
 from workers.model.parallel.spread import SpreadRunner
 from workers.model.runner import TorchRunner
 from workers.protocol import Generate, SamplingParams
@@ -227,6 +228,24 @@ def test_what_one_rank_lacks_is_said_and_ends_all(tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.down_proj.weight"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"rank 1 .*the weights lack 'model\.layers\.0\.mlp\.down_proj\.weight'"):
+        load(folder, ENGINE.model_copy(update=WAYS["pp2"]))
+
+
+def test_a_rank_that_leaves_while_others_still_join_is_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine rank 0 may find the connection closed before it has joined: it asks who left, and why."""
+    from safetensors.torch import load_file, save_file
+
+    def late(*given: Any) -> None:
+        real(*given)
+        raise RunnerGoneError("joining: another rank ended or did not answer in time")
+
+    real = spread.Group
+    monkeypatch.setattr(spread, "Group", late)
+    folder = tiny.write_directory(tiny.model(1), tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"rank 1 .*the weights lack"):
         load(folder, ENGINE.model_copy(update=WAYS["pp2"]))
 
 
