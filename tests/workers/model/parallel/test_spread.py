@@ -219,21 +219,25 @@ def test_a_model_that_does_not_divide_starts_nothing(tmp_path: Path, monkeypatch
         load(folder, ENGINE.model_copy(update=WAYS["tp2"]))
 
 
-def test_what_one_rank_lacks_is_said_and_ends_all(tmp_path: Path) -> None:
-    """Only the second stage's weights are broken: rank 0 loads and hears why the other does not."""
+def second_stage_broken(tmp_path: Path) -> Path:
+    """A model whose last layer lacks a matrix."""
     from safetensors.torch import load_file, save_file
 
     folder = tiny.write_directory(tiny.model(1), tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.weight"]
     save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_what_one_rank_lacks_is_said_and_ends_all(tmp_path: Path) -> None:
+    """Only the second stage's weights are broken: rank 0 loads and hears why the other does not."""
     with pytest.raises(ValueError, match=r"rank 1 .*the weights lack 'model\.layers\.0\.mlp\.down_proj\.weight'"):
-        load(folder, ENGINE.model_copy(update=WAYS["pp2"]))
+        load(second_stage_broken(tmp_path), ENGINE.model_copy(update=WAYS["pp2"]))
 
 
 def test_a_rank_that_leaves_while_others_still_join_is_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine rank 0 may find the connection closed before it has joined: it asks who left, and why."""
-    from safetensors.torch import load_file, save_file
 
     def late(*given: Any) -> None:
         real(*given)
@@ -241,12 +245,8 @@ def test_a_rank_that_leaves_while_others_still_join_is_blamed(tmp_path: Path, mo
 
     real = spread.Group
     monkeypatch.setattr(spread, "Group", late)
-    folder = tiny.write_directory(tiny.model(1), tmp_path / "m")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.down_proj.weight"]
-    save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"rank 1 .*the weights lack"):
-        load(folder, ENGINE.model_copy(update=WAYS["pp2"]))
+        load(second_stage_broken(tmp_path), ENGINE.model_copy(update=WAYS["pp2"]))
 
 
 def test_the_kernel_is_for_one_device() -> None:
