@@ -157,17 +157,17 @@ def compiler() -> Iterator[Finding]:
         return
     yield Finding("ok", "C++ compiler", found)
     flags = f"{build.architecture_flag()} {build.optimisation()}"
-    if not build.place_of(found).exists():
-        yield Finding(
-            "note", "native kernel", f"not built yet ({flags}): the first worker compiles it, about 20 s, once"
-        )
-        return
+    place = build.place_of(found)
     try:
+        if not build.is_whole(place):
+            state = "damaged" if place.exists() else "not built yet"
+            yield Finding("note", "native kernel", f"{state} ({flags}): the first worker compiles it, about 20 s, once")
+            return
         kernel = build.load()
-    except build.NativeUnavailableError as error:
-        yield Finding("fail", "native kernel", f"{error}; remove {build.place_of(found)} to have it built anew")
+    except (OSError, build.NativeUnavailableError) as error:
+        yield Finding("fail", "native kernel", f"{error}; remove {place} to have it built anew")
     else:
-        yield Finding("ok", "native kernel", f"{kernel.fb_isa().decode()} ({flags}), {build.place_of(found)}")
+        yield Finding("ok", "native kernel", f"{kernel.fb_isa().decode()} ({flags}), {place}")
 
 
 def allocator() -> Iterator[Finding]:

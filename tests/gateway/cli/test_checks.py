@@ -1,7 +1,8 @@
-"""What doctor says of the native kernel: without a compiler, before it is built, built, and damaged."""
+"""What doctor says of the native kernel: without a compiler, not built yet, built, damaged, and of another world."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -54,12 +55,27 @@ def test_before_and_after_it_is_built(avx2: Path, tmp_path: Path) -> None:
         assert kernel() == ("ok", f"avx2 (-march=x86-64-v3 -O0), {place}")
 
 
-def test_a_damaged_kernel_fails_and_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_kernel_will_be_built_anew(avx2: Path) -> None:
+    """It is not even tried: mapping what was cut off would end the process."""
+    with kernels.form("avx2"):
+        cxx = build.compiler()
+        assert cxx is not None
+        place = build.place_of(cxx)
+        place.parent.mkdir(parents=True)
+        content = avx2.read_bytes()
+        place.write_bytes(content[: len(content) // 2])
+        status, detail = kernel()
+    assert (status, detail.split(":")[0]) == ("note", "damaged (-march=x86-64-v3 -O0)")
+
+
+def test_a_kernel_that_does_not_load_fails_and_names_the_file() -> None:
+    """Whole, as its digest says, and yet nothing that this system can load."""
     cxx = build.compiler()
     assert cxx is not None
     place = build.place_of(cxx)
     place.parent.mkdir(parents=True)
-    place.write_bytes(b"\x7fELF, cut off")
+    content = b"\x7fELF, of another world"
+    place.write_bytes(content + hashlib.sha256(content).digest())
     status, detail = kernel()
     assert status == "fail"
     assert "does not load" in detail

@@ -3,6 +3,8 @@
 Rules
 - A library appears in the cache whole or not at all (built beside its place, renamed there), under a lock, so that
   workers starting together compile once.
+- It ends with its own digest, which the loader of the system does not look at. One that a full disk, a crash or a copy
+  cut off or changed is built anew: mapping a file that is shorter than it says ends a process (SIGBUS).
 - Its name carries what decides its content: sources, compiler and its version, CPU flags, options.
 - ``-ffast-math`` is never used: with GCC 12 it sets flush-to-zero in every thread that loads the library.
 """
@@ -42,6 +44,7 @@ SOURCES = (
 )
 OPTIONS = ("-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread", "-w")
 _HERE = Path(__file__).parent
+_DIGEST = hashlib.sha256().digest_size
 
 
 class NativeUnavailableError(RuntimeError):
@@ -79,17 +82,26 @@ def library() -> Path:
         raise NativeUnavailableError("no C++ compiler (g++, c++ or clang++) on the path; install one or set CXX")
     try:
         place = place_of(cxx)
-        if place.exists():
+        if is_whole(place):
             return place
         folder = place.parent
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not place.exists():
+            if not is_whole(place):
                 _compile(cxx, folder, place)
     except (OSError, subprocess.SubprocessError) as error:  # no place to build in, or a compiler that does not run
         raise NativeUnavailableError(f"{Path(cxx).name} could not build it in {cache_dir()}: {error}") from error
     return place
+
+
+def is_whole(place: Path) -> bool:
+    """Whether a library is there, as it was built. Raises OSError for one that cannot be read."""
+    try:
+        content = place.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
 
 
 def _compile(cxx: str, folder: Path, place: Path) -> None:
@@ -101,6 +113,10 @@ def _compile(cxx: str, folder: Path, place: Path) -> None:
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise NativeUnavailableError(f"{Path(cxx).name} failed: {lines[0][:300] if lines else 'no message'}")
+        with Path(name).open("r+b") as built:
+            digest = hashlib.file_digest(built, "sha256").digest()
+            built.seek(0, os.SEEK_END)
+            built.write(digest)
         os.replace(name, place)
     finally:
         Path(name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Compiling once: under a lock, whole or not at all, and a clear reason when it cannot be done."""
+"""Compiling once: under a lock, whole or not at all, anew if damaged, and a clear reason when it cannot be done."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import kernels
 from workers.model.native import build
 
 
@@ -32,8 +33,53 @@ def test_processes_starting_together_compile_once(compiler_that_logs: Path) -> N
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) for _ in range(3)]
     paths = {process.communicate(timeout=60)[0].strip() for process in started}
     assert len(paths) == 1
-    assert Path(paths.pop()).read_text() == "built\n"
+    assert Path(paths.pop()).read_bytes().startswith(b"built\n")
     assert compiler_that_logs.read_text() == "call\n"
+
+
+def _spoil(content: bytes, how: str) -> bytes:
+    middle = len(content) // 2
+    return {
+        "cut off": content[:middle],
+        "empty": b"",
+        "another bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+        "longer": content + b"\0",
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["cut off", "empty", "another bit", "longer"])
+def test_a_damaged_one_is_built_anew(compiler_that_logs: Path, how: str) -> None:
+    place = build.library()
+    whole = place.read_bytes()
+    place.write_bytes(_spoil(whole, how))
+    assert build.library() == place
+    assert place.read_bytes() == whole
+    assert compiler_that_logs.read_text() == "call\n" * 2
+
+
+def test_a_kernel_that_was_cut_off_ends_no_worker(tmp_path: Path) -> None:
+    """Mapping it would: the system raises SIGBUS for pages that a file should have and has not."""
+    with kernels.form("avx2"):
+        whole = build.library()
+    script = tmp_path / "cxx"
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit 0\n'
+        f'while [ "$1" != -o ]; do shift; done\ncp {whole} "$2"\n'
+    )
+    script.chmod(0o755)
+    env = {**os.environ, "CXX": str(script), "FOREBAY_CACHE": str(tmp_path / "cache")}
+    program = "from workers.model.native import build; print(build.library()); print(build.load().fb_isa().decode())"
+
+    def load() -> tuple[str, str]:
+        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, (done.returncode, done.stderr[-500:])
+        place, isa = done.stdout.split()
+        return place, isa
+
+    place, isa = load()
+    assert isa == "avx2"
+    os.truncate(place, Path(place).stat().st_size // 16)
+    assert load() == (place, isa)
 
 
 def test_the_name_follows_the_flags(compiler_that_logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
