@@ -237,7 +237,9 @@ def _cache(directory: Path, engine: EngineConfig, model: Model) -> str | None:
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
         layers = int(config["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError):
+        if min(kv_heads, head_dim, layers) < 1:
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError):
         return None
     size = _BYTES.get(engine.dtype, 2)  # auto: at least two
     block = engine.block_size * kv_bytes_per_token(layers, kv_heads, head_dim, size, engine.kv_dtype)

@@ -13,7 +13,6 @@ Rules
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -99,11 +98,13 @@ class Vocabulary:
 
         Raises OSError, ValueError (GrammarError among them).
         """
-        document = json.loads((directory / "tokenizer.json").read_bytes())
+        path = directory / "tokenizer.json"
+        document = files.parse_json(path.read_bytes(), path)
         config = files.read_json(directory / "config.json")
         tokens = files.vocabulary_bytes(document)
         ends = files.end_ids(files.read_json(directory / "generation_config.json"), config) if eos is None else eos
-        return cls(tokens, files.special_ids(document), ends, size or int(config.get("vocab_size") or len(tokens)))
+        size = size or files.size_of(config, "vocab_size") or len(tokens)
+        return cls(tokens, files.special_ids(document), ends, size)
 
     def compile(self, grammar: str) -> Matcher:
         """A matcher at the grammar's beginning. Takes milliseconds, at worst seconds. Raises GrammarError."""

@@ -53,10 +53,10 @@ class Tokenizer:
         """Ids that have no text in an answer."""
         self.control_ids = frozenset(files.control_tokens(document).values())
         """Ids that text of a caller never becomes."""
-        self.max_context: int | None = model.get("max_position_embeddings")
+        self.max_context = files.size_of(model, "max_position_embeddings")
         """Longest sequence of the model, in tokens, where its config says so."""
         self._bytes = files.vocabulary_bytes(document)
-        self.vocab_size: int = int(model.get("vocab_size") or len(self._bytes))
+        self.vocab_size = files.size_of(model, "vocab_size") or len(self._bytes)
         """Number of ids that the model knows; valid ids are below it."""
         self._strips = files.strips_first_space(document)
         self._markup = _build(document)
@@ -78,16 +78,17 @@ class Tokenizer:
         directory = Path(directory)
         path = directory / "tokenizer.json"
         data = path.read_bytes()
-        document: files.Json = json.loads(data)
-        files.check_kind(document, path)
-        config = files.read_json(directory / "tokenizer_config.json")
-        tokenizer = cls(
-            document,
-            config,
-            files.read_json(directory / "config.json"),
-            files.read_json(directory / "generation_config.json"),
-            files.read_chat_template(directory, config),
+        document = files.parse_json(data, path)
+        config, model, generation = (
+            files.read_json(directory / f"{name}.json") for name in ("tokenizer_config", "config", "generation_config")
         )
+        template = files.read_chat_template(directory, config)
+        try:
+            files.check_kind(document, path)
+            tokenizer = cls(document, config, model, generation, template)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path}, or a config beside it, is not built as it should be ({what})") from error
         tokenizer.sha256 = hashlib.sha256(data).hexdigest()
         return tokenizer
 

@@ -15,6 +15,8 @@ from typing import Any
 
 Json = dict[str, Any]
 
+MOST_IDS = 2**24
+"""Ids above make no vocabulary: tables of their bytes are kept."""
 _MARKUP = re.compile(r"(<.*>|\[.*\])", re.DOTALL)
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -23,10 +25,16 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 def read_json(path: Path) -> Json:
     """The file's object; empty when there is no such file. Raises ValueError naming the file."""
     try:
-        value = json.loads(path.read_bytes())
+        return parse_json(path.read_bytes(), path)
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+
+
+def parse_json(data: bytes, path: Path) -> Json:
+    """The object that ``path`` holds as ``data``. Raises ValueError naming the file."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
@@ -107,12 +115,24 @@ def prefixless_document(document: Json) -> Json | None:
 
 
 def end_ids(generation: Json, config: Json) -> frozenset[int]:
-    """Ids that end an answer: ``generation_config.json`` decides, else ``config.json``."""
+    """Ids that end an answer: ``generation_config.json`` decides, else ``config.json``. Raises ValueError."""
     for source in (generation, config):
         value = source.get("eos_token_id")
-        if value is not None:
-            return frozenset(value if isinstance(value, list) else [value])
+        if value is None:
+            continue
+        found = value if isinstance(value, list) else [value]
+        if not all(isinstance(one, int) and one >= 0 for one in found):
+            raise ValueError(f"eos_token_id={value!r} must be an id or a list of ids")
+        return frozenset(found)
     return frozenset()
+
+
+def size_of(config: Json, name: str) -> int | None:
+    """A size that ``config.json`` names, or None. Raises ValueError for what is none."""
+    value = config.get(name)
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"config.json: {name}={value!r} must be a positive whole number")
+    return value
 
 
 def special_texts(config: Json) -> dict[str, str]:
@@ -133,16 +153,22 @@ def read_chat_template(directory: Path, config: Json) -> str | None:
         return path.read_text(encoding="utf-8")
     value = read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(value, list):
-        value = {entry.get("name"): entry.get("template") for entry in value}.get("default")
+        named = [entry for entry in value if isinstance(entry, Mapping)]
+        value = next((entry.get("template") for entry in reversed(named) if entry.get("name") == "default"), None)
     return value if isinstance(value, str) else None
 
 
 def vocabulary_bytes(document: Json) -> list[bytes]:
-    """Each token's bytes in an answer, by id; empty for ids that are no token."""
-    tokens: dict[str, int] = {
-        **document["model"]["vocab"],
-        **{token["content"]: token["id"] for token in document.get("added_tokens", ())},
-    }
+    """Each token's bytes in an answer, by id; empty for ids that are no token. Raises ValueError."""
+    try:
+        tokens: dict[str, int] = {
+            **document["model"]["vocab"],
+            **{token["content"]: token["id"] for token in document.get("added_tokens", ())},
+        }
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"tokenizer.json lacks a vocabulary ({type(error).__name__}: {error})") from error
+    if not all(isinstance(index, int) and 0 <= index < MOST_IDS for index in tokens.values()):
+        raise ValueError(f"tokenizer.json: ids of tokens must be whole numbers from 0 to {MOST_IDS - 1}")
     table = [b""] * (max(tokens.values(), default=-1) + 1)
     byte_level = any(part.get("type") == "ByteLevel" for part in parts(document.get("decoder"), "decoders"))
     convert = _byte_level if byte_level else _sentence_piece

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -195,6 +196,72 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     tiny_tokenizer.write(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
+        Tokenizer.load(tmp_path)
+
+
+ODD = [None, True, "x", -1, 2**40, 1.5, [], ["x"], [None], {}, {"x": {}}, [{"id": 1}], {"type": "BPE"}]
+
+
+def test_a_tokenizer_of_odd_parts_is_refused_by_name(tmp_path: Path) -> None:
+    """Or loaded, where the part does not matter. It takes no memory for ids that cannot be."""
+    folder = tiny_tokenizer.write(tmp_path)
+    path = folder / "tokenizer.json"
+    good = json.loads(path.read_text())
+    some = next(iter(good["model"]["vocab"]))
+    for odd in ODD:
+        model = good["model"]
+        for document in (
+            odd,
+            *({**good, name: odd} for name in good),
+            *({**good, "model": {**model, name: odd}} for name in model),
+            {**good, "model": {**model, "vocab": {**model["vocab"], some: odd}}},
+            {**good, "added_tokens": [{**good["added_tokens"][0], "id": odd}]},
+            {**good, "added_tokens": [{**good["added_tokens"][0], "content": odd}]},
+        ):
+            path.write_text(json.dumps(document))
+            with contextlib.suppress(ValueError):
+                Tokenizer.load(folder)
+    path.write_text(json.dumps(good))
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        for odd in ODD:
+            for field in (*config, "eos_token_id", "vocab_size", "chat_template", "bos_token", "add_bos_token"):
+                (folder / name).write_text(json.dumps({**config, field: odd}))
+                with contextlib.suppress(ValueError):
+                    Tokenizer.load(folder)
+        (folder / name).write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("{", r"tokenizer\.json is not JSON"),
+        ("[" * 100_000, r"tokenizer\.json is not JSON"),
+        ("[]", r"tokenizer\.json must hold a JSON object"),
+        ("{}", "is not supported; supported are"),
+        ('{"decoder": {"type": "ByteLevel"}, "model": {}}', "lacks a vocabulary"),
+        ('{"decoder": {"type": "ByteLevel"}, "model": {"vocab": {"a": 1e12}}}', "ids of tokens must be whole numbers"),
+    ],
+)
+def test_what_is_wrong_with_a_tokenizer_is_said(tmp_path: Path, document: str, message: str) -> None:
+    (tiny_tokenizer.write(tmp_path) / "tokenizer.json").write_text(document)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("config.json", {"max_position_embeddings": "512"}, "max_position_embeddings='512' must be a positive whole"),
+        ("config.json", {"vocab_size": -1}, "vocab_size=-1 must be a positive whole number"),
+        ("generation_config.json", {"eos_token_id": "</s>"}, "eos_token_id='</s>' must be an id or a list of ids"),
+    ],
+)
+def test_what_is_wrong_with_a_config_is_said(
+    tmp_path: Path, name: str, fields: dict[str, object], message: str
+) -> None:
+    (tiny_tokenizer.write(tmp_path) / name).write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=message):
         Tokenizer.load(tmp_path)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from workers.model.fields import Fields, flag, ids, names, natural, number, part, positive, read_object
 from workers.model_store import ModelStoreError
 
 
@@ -101,9 +100,6 @@ class ModelConfig:
         return self.local_rope if self.local_rope is not None and self.window(layer) else self.rope
 
 
-Fields = Mapping[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """What an architecture decides for itself, whatever its ``config.json`` names. None: as ``attention_bias`` says."""
@@ -147,31 +143,31 @@ def _gemma2_slides(fields: Fields, layer: int) -> bool:
 def _mixtral_experts(fields: Fields, where: str) -> MoeConfig:
     """Softmax over all experts, the best few scaled to sum to 1: Mixtral's softmax over the best few."""
     return MoeConfig(
-        *_routed(fields, "num_local_experts", where), _positive(fields, "intermediate_size", where), normalise=True
+        *_routed(fields, "num_local_experts", where), positive(fields, "intermediate_size", where), normalise=True
     )
 
 
 def _qwen_experts(fields: Fields, where: str) -> MoeConfig:
     """Every ``decoder_sparse_step``-th layer has experts, unless ``mlp_only_layers`` names it."""
-    step, layers = _positive(fields, "decoder_sparse_step", where, 1), _positive(fields, "num_hidden_layers", where)
-    named = _ids(fields.get("mlp_only_layers"))
+    step, layers = positive(fields, "decoder_sparse_step", where, 1), positive(fields, "num_hidden_layers", where)
+    named = ids(fields, "mlp_only_layers", where)
     return MoeConfig(
         *_routed(fields, "num_experts", where),
-        _positive(fields, "moe_intermediate_size", where),
-        normalise=_flag(fields, "norm_topk_prob", where),
+        positive(fields, "moe_intermediate_size", where),
+        normalise=flag(fields, "norm_topk_prob", where),
         dense=frozenset(layer for layer in range(layers) if layer in named or (layer + 1) % step),
     )
 
 
 def _qwen2_experts(fields: Fields, where: str) -> MoeConfig:
     """As Qwen3's, and one that every token goes to."""
-    return replace(_qwen_experts(fields, where), shared=_positive(fields, "shared_expert_intermediate_size", where))
+    return replace(_qwen_experts(fields, where), shared=positive(fields, "shared_expert_intermediate_size", where))
 
 
 def _routed(fields: Fields, name: str, where: str) -> tuple[int, int]:
     """Experts in all, and how many a token is sent to. Newer transformers writes ``num_local_experts`` for all."""
     name = name if fields.get(name) is not None else "num_local_experts"
-    experts, chosen = _positive(fields, name, where), _positive(fields, "num_experts_per_tok", where)
+    experts, chosen = positive(fields, name, where), positive(fields, "num_experts_per_tok", where)
     if chosen > experts:
         raise ModelStoreError(f"{where}: num_experts_per_tok={chosen} exceeds {name}={experts}")
     return experts, chosen
@@ -212,21 +208,15 @@ RECURRENT_FIELDS = (
 
 def read_config(directory: Path) -> ModelConfig:
     """Read ``config.json`` and, if there, ``generation_config.json``. Raises ModelStoreError naming file and field."""
-    path = directory / "config.json"
-    generation = directory / "generation_config.json"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        extra = json.loads(generation.read_text(encoding="utf-8")) if generation.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ModelStoreError(f"{directory}: cannot read the model's config: {error}") from error
-    return parse_config(fields, extra, str(path))
+    path, generation = directory / "config.json", directory / "generation_config.json"
+    return parse_config(read_object(path), read_object(generation) if generation.exists() else {}, str(path))
 
 
 def parse_config(fields: Fields, generation: Fields, where: str) -> ModelConfig:
     """Check and translate. ``where`` names the file in errors. Raises ModelStoreError."""
-    architecture = str((fields.get("architectures") or ["(none named)"])[0])
+    architecture = (names(fields, "architectures", where) or ["(none named)"])[0]
     family = FAMILIES.get(architecture, Family())
-    if state := _other_state(fields):
+    if state := _other_state(fields, where):
         raise ModelStoreError(
             f"{where}: {architecture} keeps state other than keys and values ({state}), which neither cache blocks nor "
             "preemption by recompute know; use a model with attention in every layer"
@@ -243,34 +233,34 @@ def parse_config(fields: Fields, generation: Fields, where: str) -> ModelConfig:
             raise ModelStoreError(
                 f"{where}: {field}={fields[field]!r} is not supported (supported: {allowed[0]!r}); use another model"
             )
-    heads = _positive(fields, "num_attention_heads", where)
-    hidden = _positive(fields, "hidden_size", where)
-    kv_heads = _positive(fields, "num_key_value_heads", where, heads)
+    heads = positive(fields, "num_attention_heads", where)
+    hidden = positive(fields, "hidden_size", where)
+    kv_heads = positive(fields, "num_key_value_heads", where, heads)
     if heads % kv_heads:
         raise ModelStoreError(
             f"{where}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
         )
-    head_dim = _positive(fields, "head_dim", where, hidden // heads)
+    head_dim = positive(fields, "head_dim", where, hidden // heads)
     if head_dim % 2:
         raise ModelStoreError(f"{where}: head_dim={head_dim} is odd; rotary embeddings need an even one")
-    attention_bias, mlp_bias = (_flag(fields, name, where) for name in ("attention_bias", "mlp_bias"))
-    layers = _positive(fields, "num_hidden_layers", where)
+    attention_bias, mlp_bias = (flag(fields, name, where) for name in ("attention_bias", "mlp_bias"))
+    layers = positive(fields, "num_hidden_layers", where)
     ropes = _ropes(fields, where, family)
     return ModelConfig(
         architecture=architecture,
-        vocab=_positive(fields, "vocab_size", where),
+        vocab=positive(fields, "vocab_size", where),
         hidden=hidden,
-        intermediate=_positive(fields, "intermediate_size", where),
+        intermediate=positive(fields, "intermediate_size", where),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        max_context=_positive(fields, "max_position_embeddings", where),
-        rms_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        max_context=positive(fields, "max_position_embeddings", where),
+        rms_eps=number(fields, "rms_norm_eps", where, 1e-6),
         rope=ropes[0],
-        tied=bool(fields.get("tie_word_embeddings", family.gemma)),
+        tied=flag(fields, "tie_word_embeddings", where, family.gemma),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
-        eos_ids=_ids(generation.get("eos_token_id")) or _ids(fields.get("eos_token_id")),
+        eos_ids=ids(generation, "eos_token_id", where) or ids(fields, "eos_token_id", where),
         qkv_bias=_qkv_bias(fields, where, attention_bias if family.qkv_bias is None else family.qkv_bias),
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
@@ -281,9 +271,9 @@ def parse_config(fields: Fields, generation: Fields, where: str) -> ModelConfig:
         unit_norms=family.gemma,
         post_norms=family.gemma,
         scaled_embedding=family.gemma,
-        query_scale=_cap(fields, "query_pre_attn_scalar", where, 256.0) ** -0.5 if family.gemma else None,
-        score_cap=_cap(fields, "attn_logit_softcapping", where) if family.gemma else 0.0,
-        logit_cap=_cap(fields, "final_logit_softcapping", where) if family.gemma else 0.0,
+        query_scale=number(fields, "query_pre_attn_scalar", where, 256.0) ** -0.5 if family.gemma else None,
+        score_cap=number(fields, "attn_logit_softcapping", where) if family.gemma else 0.0,
+        logit_cap=number(fields, "final_logit_softcapping", where) if family.gemma else 0.0,
         moe=family.moe(fields, where) if family.moe is not None else None,
     )
 
@@ -292,91 +282,62 @@ def _windows(fields: Fields, layers: int, where: str, family: Family) -> tuple[i
     """By layer, 0 = none; empty when no layer has one."""
     if fields.get("sliding_window") is None:
         return ()
-    if family.optional_window and not fields.get("use_sliding_window"):
+    if family.optional_window and not flag(fields, "use_sliding_window", where):
         return ()
-    window = _positive(fields, "sliding_window", where)
-    kinds = fields.get("layer_types")
-    if kinds is not None and len(kinds) != layers:
+    window = positive(fields, "sliding_window", where)
+    kinds = names(fields, "layer_types", where)
+    if kinds and len(kinds) != layers:
         raise ModelStoreError(f"{where}: layer_types names {len(kinds)} layers, num_hidden_layers={layers}")
-    slides = [
-        kinds[layer] == "sliding_attention" if kinds is not None else family.slides(fields, layer)
-        for layer in range(layers)
-    ]
+    for name in ("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"):
+        natural(fields, name, where, 1)
+    slides = [kinds[layer] == "sliding_attention" if kinds else family.slides(fields, layer) for layer in range(layers)]
     return tuple(window * one for one in slides) if any(slides) else ()
-
-
-def _cap(fields: Fields, name: str, where: str, default: float = 0.0) -> float:
-    """A positive number, or ``default`` where none is named."""
-    value = fields.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise ModelStoreError(f"{where}: {name}={value!r} must be a positive number")
-    return float(value)
 
 
 def _ropes(fields: Fields, where: str, family: Family) -> tuple[RopeConfig, RopeConfig | None]:
     """Of layers that attend to all, and of those with a window where that is another (Gemma 3: never scaled)."""
-    named = fields.get("rope_parameters") or {}
+    named = part(fields, "rope_parameters", where)
     if "full_attention" in named or "sliding_attention" in named:
         both = [_rope({**fields, "rope_scaling": None, "rope_parameters": named.get(kind)}, where) for kind in _KINDS]
         return both[0], both[1]
     if family.gemma and family.qk_norm:
-        local = float(fields.get("rope_local_base_freq") or 10000.0)
+        local = number(fields, "rope_local_base_freq", where, 10000.0)
         return _rope({"rope_theta": 1e6, **fields}, where), RopeConfig(theta=local)
     return _rope(fields, where), None
 
 
-def _other_state(fields: Fields) -> str | None:
+def _other_state(fields: Fields, where: str) -> str | None:
     """The field that says that a layer is recurrent (Mamba, RWKV, linear attention and the like), or None."""
     for name in RECURRENT_FIELDS:
         if fields.get(name):
             return name
-    kinds = fields.get("layer_types") or fields.get("layers_block_type") or ()
-    strange = sorted({str(kind) for kind in kinds if kind not in ("full_attention", "sliding_attention", "attention")})
+    kinds = names(fields, "layer_types", where) or names(fields, "layers_block_type", where)
+    strange = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention", "attention")})
     return f"layers of type {', '.join(strange)}" if strange else None
 
 
 def _rope(fields: Fields, where: str) -> RopeConfig:
     """Old files have ``rope_theta`` and ``rope_scaling``, newer ones ``rope_parameters``."""
-    scaling: dict[str, Any] = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    scaling = {**part(fields, "rope_scaling", where), **part(fields, "rope_parameters", where)}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in ("default", "linear", "llama3"):
         raise ModelStoreError(f"{where}: rope_type={kind!r} is not supported (supported: default, linear, llama3)")
-    if float(fields.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0))) != 1.0:
+    turned = number(scaling, "partial_rotary_factor", where, 1.0)
+    if number(fields, "partial_rotary_factor", where, turned) != 1.0:
         raise ModelStoreError(f"{where}: partial_rotary_factor other than 1.0 is not supported")
+    low, high = number(scaling, "low_freq_factor", where, 1.0), number(scaling, "high_freq_factor", where, 4.0)
+    if kind == "llama3" and low >= high:
+        raise ModelStoreError(f"{where}: low_freq_factor={low:g} must be below high_freq_factor={high:g}")
     return RopeConfig(
-        theta=float(scaling.get("rope_theta") or fields.get("rope_theta") or 10000.0),
+        theta=number(scaling, "rope_theta", where, number(fields, "rope_theta", where, 10000.0)),
         kind=kind,
-        factor=float(scaling.get("factor", 1.0)),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_context=int(scaling.get("original_max_position_embeddings", 8192)),
+        factor=number(scaling, "factor", where, 1.0),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_context=positive(scaling, "original_max_position_embeddings", where, 8192),
     )
-
-
-def _positive(fields: Fields, name: str, where: str, default: int | None = None) -> int:
-    value = fields.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelStoreError(f"{where}: {name}={value!r} must be a positive whole number")
-    return value
 
 
 def _qkv_bias(fields: Fields, where: str, default: bool) -> bool:
     """Qwen2-MoE names it."""
-    return default if fields.get("qkv_bias") is None else _flag(fields, "qkv_bias", where)
-
-
-def _flag(fields: Fields, name: str, where: str) -> bool:
-    value = fields.get(name)
-    if value not in (True, False, None):
-        raise ModelStoreError(f"{where}: {name}={value!r} must be true or false")
-    return bool(value)
-
-
-def _ids(value: Any) -> frozenset[int]:
-    """One id, a list of ids or nothing."""
-    if value is None:
-        return frozenset()
-    return frozenset(int(item) for item in (value if isinstance(value, list) else [value]))
+    return default if fields.get("qkv_bias") is None else flag(fields, "qkv_bias", where)

@@ -15,6 +15,7 @@ from workers.model_store import ModelStoreError
 Json = dict[str, Any]
 
 _CONTROL, _USER_DEFINED = 3, 4
+_LISTS = "tokenizer.ggml."
 _BYTE_LEVEL: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -44,15 +45,38 @@ _NORMALIZERS: dict[str, Json] = {"qwen2": {"type": "NFC"}}
 _IGNORE_MERGES = {"llama-bpe"}
 
 
+def check(metadata: Json) -> None:
+    """Raises ModelStoreError where the lists of a tokenizer are missing, of another kind, or contradict each other."""
+    tokens = metadata.get(_LISTS + "tokens")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise ModelStoreError(f"GGUF metadata: {_LISTS}tokens is no list of texts")
+    spread = metadata.get("tokenizer.ggml.model") == "llama"
+    wanted = (("token_type", int, spread), ("scores", int | float, spread), ("merges", str, not spread))
+    for name, kind, needed in wanted:
+        found = metadata.get(_LISTS + name)
+        if not found and not needed:
+            continue
+        if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
+            kinds = "texts" if kind is str else "numbers"
+            raise ModelStoreError(f"GGUF metadata: {_LISTS}{name} is no list of {kinds}")
+        if name != "merges" and len(found) != len(tokens):
+            raise ModelStoreError(f"GGUF metadata: {_LISTS}{name} has {len(found)} entries for {len(tokens)} tokens")
+    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        token = metadata.get(f"{_LISTS}{name}_token_id")
+        if token is not None and (not isinstance(token, int) or not 0 <= token < len(tokens)):
+            raise ModelStoreError(f"GGUF metadata: {_LISTS}{name}_token_id={token!r} is no id of {len(tokens)} tokens")
+
+
 def tokenizer_json_of(metadata: Json) -> str:
     """``tokenizer.json`` text. Raises ModelStoreError when the tokenizer is neither byte-level BPE of a known kind nor
-    SentencePiece's BPE."""
+    SentencePiece's BPE, and as ``check`` does."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if kind != "llama" and (kind != "gpt2" or pre not in PRE_TOKENIZERS):
+    if kind != "llama" and (kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS):
         raise ModelStoreError(
             f"GGUF tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported (supported: llama, and gpt2 with "
             f"{', '.join(PRE_TOKENIZERS)}); use a directory with the model's own tokenizer.json"
         )
+    check(metadata)
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     added = [
@@ -96,7 +120,7 @@ def tokenizer_json_of(metadata: Json) -> str:
 
 
 def tokenizer_config_of(metadata: Json) -> str:
-    """``tokenizer_config.json`` text: chat template and the names of the special tokens."""
+    """``tokenizer_config.json`` text: chat template and the names of the special tokens. ``metadata`` was checked."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     config: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -115,7 +139,10 @@ def tokenizer_config_of(metadata: Json) -> str:
 
 
 def generation_config_of(metadata: Json) -> str:
-    """``generation_config.json`` text. End tokens: those named, and control tokens that are known to end a turn."""
+    """``generation_config.json`` text. End tokens: those named, and control tokens that are known to end a turn.
+
+    ``metadata`` was checked.
+    """
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]

@@ -17,6 +17,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from workers.model.fields import is_size, number, positive
 from workers.model.gguf_tokenizer import generation_config_of, tokenizer_config_of, tokenizer_json_of
 from workers.model_store import ModelStoreError, Progress
 
@@ -76,15 +77,15 @@ class GgufModel:
         self.path = path
         try:
             self._reader = GGUFReader(str(path))
-        except (ValueError, OSError, IndexError, KeyError) as error:
+            self.metadata: Metadata = {name: field.contents() for name, field in self._reader.fields.items()}
+        except Exception as error:  # the library raises what numpy does where counts and lengths lead astray
             raise ModelStoreError(f"{path} is not a readable GGUF file: {error}") from error
-        self.metadata: Metadata = {name: field.contents() for name, field in self._reader.fields.items()}
         architecture = self.metadata.get("general.architecture")
-        if architecture not in ARCHITECTURES:
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             raise ModelStoreError(
                 f"{path}: general.architecture is {architecture!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
             )
-        self._architecture = str(architecture)
+        self._architecture = architecture
         self._scaled = self.metadata.get(f"{architecture}.rope.scaling.type") == "linear"
         names = {tensor.name for tensor in self._reader.tensors}
         scaling = self.metadata.get(f"{architecture}.rope.scaling.type", "none")
@@ -94,29 +95,32 @@ class GgufModel:
             )
         layer = layer_names(self._architecture)
         self._tensors = {_hf_name(tensor.name, path, layer): tensor for tensor in self._reader.tensors}
-        self._heads = int(self._need("attention.head_count"))
-        self._kv_heads = int(self._maybe("attention.head_count_kv", self._heads))
+        for name, shape in self.shapes().items():
+            if not shape or not all(map(is_size, shape)):
+                raise ModelStoreError(f"{path}: tensor {name!r} has shape {list(shape)}")
+        self._heads = self._size("attention.head_count")
+        self._kv_heads = self._size("attention.head_count_kv", self._heads)
 
     def config(self) -> dict[str, Any]:
         """The ``config.json`` this file amounts to."""
         meta, heads = self.metadata, self._heads
-        hidden = int(self._need("embedding_length"))
-        window = int(self._maybe("attention.sliding_window", 0))
-        factor = float(self._maybe("rope.scaling.factor", 1.0)) if self._scaled else 1.0
+        hidden = self._size("embedding_length")
+        window = self._size("attention.sliding_window") if self._maybe("attention.sliding_window", 0) else 0
+        factor = self._number("rope.scaling.factor", 1.0) if self._scaled else 1.0
         return {
             "architectures": [ARCHITECTURES[self._architecture]],
             "model_type": {"gemma3": "gemma3_text"}.get(self._architecture, self._architecture),
             **({} if self._architecture in _GEMMA else {"hidden_act": "silu"}),
             "hidden_size": hidden,
-            "intermediate_size": int(self._need("feed_forward_length")),
-            "num_hidden_layers": int(self._need("block_count")),
+            "intermediate_size": self._size("feed_forward_length"),
+            "num_hidden_layers": self._size("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._kv_heads,
-            "head_dim": int(self._maybe("attention.key_length", hidden // heads)),
-            "max_position_embeddings": int(self._need("context_length")),
+            "head_dim": self._size("attention.key_length", hidden // heads),
+            "max_position_embeddings": self._size("context_length"),
             # Stored as float32; seven digits give back the decimal that was meant (1e-05, not 9.99999974e-06).
-            "rms_norm_eps": float(f"{self._need('attention.layer_norm_rms_epsilon'):.7g}"),
-            "rope_theta": float(self._maybe("rope.freq_base", 10000.0)),
+            "rms_norm_eps": float(f"{self._number('attention.layer_norm_rms_epsilon'):.7g}"),
+            "rope_theta": self._number("rope.freq_base", 10000.0),
             "vocab_size": self._vocab(),
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
@@ -132,9 +136,9 @@ class GgufModel:
 
     def _gemma(self) -> dict[str, Any]:
         """What llama.cpp knows of Gemma without being told."""
-        hidden, layers = int(self._need("embedding_length")), int(self._need("block_count"))
-        scalar = hidden // self._heads if layers == _LARGEST[self._architecture] else self._need("attention.key_length")
-        told = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": int(scalar)}
+        hidden, layers = self._size("embedding_length"), self._size("block_count")
+        scalar = hidden // self._heads if layers == _LARGEST[self._architecture] else self._size("attention.key_length")
+        told = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
         if self._architecture == "gemma3":
             return {**told, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}
         caps = {name: self._maybe(name, None) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
@@ -155,12 +159,13 @@ class GgufModel:
 
     def permuted(self, name: str) -> int:
         """Heads whose rows ``unpermute`` has to put back in this tensor; 0: its rows are in order."""
-        if self._architecture in _PERMUTED:
-            if ".q_proj." in name:
-                return self._heads
-            if ".k_proj." in name:
-                return self._kv_heads
-        return 0
+        if self._architecture not in _PERMUTED:
+            return 0
+        heads = self._heads if ".q_proj." in name else self._kv_heads if ".k_proj." in name else 0
+        rows = self.shapes()[name][0]
+        if heads and rows % (2 * heads):
+            raise ModelStoreError(f"{self.path}: tensor {name!r} has {rows} rows, which {heads} heads cannot share")
+        return heads
 
     def stored(self, name: str) -> tuple[str, Array]:
         """A tensor as it lies in the file: its type's name and its bytes, rows in the file's order."""
@@ -178,8 +183,12 @@ class GgufModel:
         rows = stored.data.reshape(shape[0], -1)
         step = len(rows) if turned or len(shape) == 1 else max(1, PIECE // shape[1])
         for start in range(0, len(rows), step):
-            piece = dequantize(rows[start : start + step], stored.tensor_type).astype(np.float32, copy=True)
-            piece = piece.reshape(-1, *shape[1:])
+            try:
+                piece = dequantize(rows[start : start + step], stored.tensor_type).astype(np.float32, copy=True)
+                piece = piece.reshape(-1, *shape[1:])
+            except (NotImplementedError, ValueError) as error:
+                kind = stored.tensor_type.name
+                raise ModelStoreError(f"{self.path}: tensor {name!r} of type {kind} cannot be read: {error}") from error
             if turned:
                 piece = unpermute(piece, turned)
             if self._architecture in _GEMMA and name.endswith("norm.weight"):
@@ -189,10 +198,10 @@ class GgufModel:
     def _vocab(self) -> int:
         """Rows of the embedding: at least the tokens that have names; Qwen pads it."""
         key = "tokenizer.ggml.tokens"
-        if key not in self.metadata:
+        if not isinstance(named := self.metadata.get(key), list):
             raise ModelStoreError(f"{self.path}: GGUF metadata lacks {key}")
         embedding = self._tensors.get("model.embed_tokens.weight")
-        return len(self.metadata[key]) if embedding is None else int(embedding.shape[-1])
+        return len(named) if embedding is None else int(embedding.shape[-1])
 
     def _need(self, key: str) -> Any:
         """A figure of the architecture. Raises ModelStoreError when it is missing."""
@@ -200,6 +209,16 @@ class GgufModel:
         if key not in self.metadata:
             raise ModelStoreError(f"{self.path}: GGUF metadata lacks {key}")
         return self.metadata[key]
+
+    def _size(self, key: str, default: int | None = None) -> int:
+        """A figure that is a size. Raises ModelStoreError when it is missing, without a ``default``, or none."""
+        value = self._need(key) if default is None else self._maybe(key, default)
+        return positive({key: value}, key, f"{self.path}: {self._architecture}")
+
+    def _number(self, key: str, default: float | None = None) -> float:
+        """A figure above 0; likewise."""
+        value = self._need(key) if default is None else self._maybe(key, default)
+        return number({key: value}, key, f"{self.path}: {self._architecture}")
 
     def _maybe(self, key: str, default: Any) -> Any:
         return self.metadata.get(f"{self._architecture}.{key}", default)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workers import heap
+from workers.model.fields import part, read_object
 from workers.model.quant.gguf_blocks import kept, quantised_bytes
 from workers.model.quant.matrix import Matrix, Quantised, joined
 from workers.model.quant.rounding import RangeError
@@ -49,10 +49,7 @@ class SafetensorsSource:
         self._read = 0
         """Bytes read since the file was mapped."""
         index = directory / "model.safetensors.index.json"
-        if index.exists():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        else:
-            names = sorted(path.name for path in directory.glob("*.safetensors"))
+        names = _indexed(index) if index.exists() else sorted(path.name for path in directory.glob("*.safetensors"))
         if not names:
             raise ModelStoreError(f"{directory} has no *.safetensors")
         for name in names:
@@ -91,6 +88,14 @@ class SafetensorsSource:
 
     def __exit__(self, *_: object) -> None:
         self._close()
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names. Raises ModelStoreError."""
+    files = part(read_object(index), "weight_map", str(index)).values()
+    if not all(isinstance(file, str) for file in files):
+        raise ModelStoreError(f"{index}: weight_map must name a file for each weight")
+    return sorted(set(files))
 
 
 class GgufSource:

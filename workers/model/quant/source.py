@@ -17,9 +17,9 @@ def open_gguf(path: Path, cache: Path | None) -> tuple[ModelFiles, ModelConfig, 
     from workers.model.gguf_unpack import GgufModel
 
     model = GgufModel(path)
+    tokenizer = hashlib.sha256(tokenizer_json_of(model.metadata).encode()).hexdigest()
     generation = json.loads(generation_config_of(model.metadata))
     config = parse_config(model.config(), generation, str(path))
-    tokenizer = hashlib.sha256(tokenizer_json_of(model.metadata).encode()).hexdigest()
     files = ModelFiles(path.parent, f"sha256:{file_sha256(path, cache or cache_dir())}", tokenizer, path)
     return files, config, GgufSource(model)
 
