@@ -16,11 +16,13 @@ from workers.engine.block_hash import KeyChain
 from workers.engine.record import SequenceRecord
 from workers.engine.sequence import Sequence
 from workers.engine.tables import Tables
-from workers.protocol import Beams, Generate
+from workers.protocol import Beams, Generate, SamplingParams
 
 MAX_CHOICES = 1024
 MAX_BEAMS = 64
 MAX_PENALTY = 10.0
+MOST_NUMBER = 1e6
+"""Largest temperature, penalty or bias: sums of as many stay finite in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Limits:
             return "bad_request"
         if generate.grammar and generate.beams is not None:
             return "bad_request"
-        if generate.params.repetition_penalty <= 0:
+        if not _computable(generate.params):
             return "bad_request"
         bias = generate.params.logit_bias
         if bias and (min(bias) < 0 or max(bias) >= ceiling):
@@ -83,6 +85,20 @@ class Limits:
         ends = len(self.eos) + len(generate.params.stop_token_ids)
         fits = self.vocab_size is None or max(2, 1 + ends) * beams.width <= self.vocab_size
         return generate.n <= beams.width <= MAX_BEAMS and abs(beams.length_penalty) <= MAX_PENALTY and fits
+
+
+def _computable(params: SamplingParams) -> bool:
+    """Whether a sampler can compute with these numbers: of a step it makes one tensor for all of its sequences, so
+    what does not fit into one, or makes infinities, would be everybody's trouble."""
+    penalties = (params.presence_penalty, params.frequency_penalty)
+    return (
+        all(map(isfinite, (params.top_p, params.min_p, params.typical_p)))
+        and 0 <= params.temperature <= MOST_NUMBER
+        and 0 < params.repetition_penalty <= MOST_NUMBER
+        and all(abs(number) <= MOST_NUMBER for number in (*penalties, *params.logit_bias.values()))
+        and -1 <= params.top_k < 2**31
+        and (params.logprobs is None or 0 <= params.logprobs < 2**31)
+    )
 
 
 def stream_seed(generate: Generate, index: int, engine_seed: int) -> int:

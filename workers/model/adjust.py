@@ -77,7 +77,8 @@ def _penalise_repetition(logits: Tensor, samplers: list[Sequence]) -> None:
     ).repeat_interleave(lengths)
     flat = logits.view(-1)
     before = flat[place]  # read before any is written: a token that occurs twice is penalised once
-    flat[place] = torch.where(before > 0, before / factor, before * factor)
+    # A penalty of next to nothing makes its tokens as likely as can be, not infinitely: nothing could be drawn then.
+    flat[place] = torch.where(before > 0, before / factor, before * factor).clamp_(max=torch.finfo(logits.dtype).max)
 
 
 def _completing(one: Sequence) -> Iterator[int]:

@@ -162,6 +162,20 @@ def test_what_just_fits_runs() -> None:
         ({"weight": float("nan")}, "bad_request"),
         ({"params": SamplingParams(logit_bias={5000: 1.0})}, "bad_request"),
         ({"params": SamplingParams(logit_bias={-1: 1.0})}, "bad_request"),
+        *(
+            ({"params": SamplingParams(**{name: value})}, "bad_request")
+            for name in ("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "repetition_penalty")
+            for value in (float("nan"), float("inf"))
+        ),
+        ({"params": SamplingParams(temperature=-0.1)}, "bad_request"),
+        ({"params": SamplingParams(temperature=1e300)}, "bad_request"),
+        ({"params": SamplingParams(frequency_penalty=-1e300)}, "bad_request"),
+        ({"params": SamplingParams(repetition_penalty=0.0)}, "bad_request"),
+        ({"params": SamplingParams(logit_bias={1: float("nan")})}, "bad_request"),
+        ({"params": SamplingParams(logit_bias={1: 1e300})}, "bad_request"),
+        ({"params": SamplingParams(logprobs=-1)}, "bad_request"),
+        ({"params": SamplingParams(top_k=2**40)}, "bad_request"),
+        ({"params": SamplingParams(top_k=-(2**40))}, "bad_request"),
         ({"max_tokens": 100}, "prompt_too_long"),
     ],
 )

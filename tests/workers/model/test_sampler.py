@@ -159,6 +159,14 @@ def test_min_tokens_with_ignore_eos_leaves_the_end_token_alone() -> None:
     assert sample(logits, [one])[0].tokens == [10]
 
 
+@pytest.mark.parametrize("penalty", [1e-45, 1e-300])
+def test_a_penalty_of_next_to_nothing_is_no_infinity(penalty: float) -> None:
+    """What it lifts is as likely as can be; nothing could be drawn where one token is infinitely so."""
+    row = torch.tensor([0.5, -1.0, 2.0, 3.0, 0.0])
+    one = {"temperature": 1.0, "output": (2, 3), "repetition_penalty": penalty}
+    assert set(draw(row, one, range(50)).tolist()) == {2, 3}
+
+
 def test_penalties_count_output_and_not_the_prompt() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 1] = 0.5  # token 1 is in the prompt
