@@ -77,7 +77,7 @@ class EngineConfig(StrictScalars):
     transfer: Transfer = Transfer()
     """How blocks get from prefill to decode workers."""
     threads: int | None = Field(None, ge=1, le=1024)
-    """Compute threads; None = one per core."""
+    """Compute threads; None = one per core, or what the control group has time for (``host.py``)."""
     cores: str | None = Field(None, pattern=r"^\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*$")
     """Cores that the worker is bound to, as ``0-3,8``; None = any. For several workers on one machine."""
     allocator: Literal["auto", "system", "tcmalloc", "jemalloc"] = "auto"

@@ -4,6 +4,8 @@ Rules
 - The allocator is the launcher's choice, since a library can only be preloaded into a process that is not there yet:
   tcmalloc or jemalloc where one is installed. A worker started by hand has the one that its ``LD_PRELOAD`` names.
 - Variables that the operator has set stay as they are.
+- As many threads as cores that this process may use, fewer where its control group gets less time (``docker run
+  --cpus``, Kubernetes' limits): threads beyond it would be stopped in turn, while the others wait for them.
 - Nothing is bound to cores unless ``engine.cores`` says so: gateway and other workers need cores too.
 """
 
@@ -13,6 +15,7 @@ import os
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
+from workers import cgroup
 from workers.config import EngineConfig
 
 ALLOCATORS: Mapping[str, tuple[str, ...]] = {
@@ -90,7 +93,7 @@ def settle(engine: EngineConfig, env: MutableMapping[str, str] = os.environ) -> 
     wanted = {
         # Spinning at each barrier, steps took twelve times as long on a busy machine.
         "OMP_WAIT_POLICY": "PASSIVE",
-        "OMP_NUM_THREADS": str(engine.threads or len(_cores())),
+        "OMP_NUM_THREADS": str(engine.threads or _usable()),
     }
     if engine.cores is not None:
         wanted |= {"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}
@@ -116,6 +119,11 @@ def _cores() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
+
+
+def _usable() -> int:
+    """How many threads can run at once without being stopped."""
+    return int(max(1, min(len(_cores()), cgroup.cores())))
 
 
 def _text(cores: Iterable[int]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.cli import checks
-from workers import host
+from workers import cgroup, host
 from workers.config import EngineConfig
 from workers.launchers.base import LaunchContext, LaunchError, WorkerSpec
 from workers.launchers.local import LocalLauncher
@@ -104,6 +104,17 @@ def test_variables_that_are_set_stay() -> None:
     chosen = host.settle(EngineConfig(threads=2), env)
     assert env == {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"}
     assert chosen["omp_num_threads"] == "7"
+
+
+@pytest.mark.parametrize(("allowed", "threads"), [(float("inf"), 3), (2.9, 2), (0.5, 1), (64.0, 3)])
+def test_no_more_threads_than_the_control_group_has_time_for(
+    allowed: float, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_cores", lambda: {0, 1, 2})
+    monkeypatch.setattr(cgroup, "cores", lambda: allowed)
+    env: dict[str, str] = {}
+    assert host.settle(EngineConfig(), env)["omp_num_threads"] == str(threads)
+    assert host.settle(EngineConfig(threads=5), {})["omp_num_threads"] == "5"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from workers import cgroup
 from workers.config import EngineConfig, kv_bytes_per_token
 from workers.engine.scoring import MOST_ROWS
 from workers.model.config import ModelConfig
@@ -183,7 +184,7 @@ def free_bytes(device: torch.device) -> int:
     """What nobody holds of the device; on a CPU within this process's control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(_available(), _group_room())
+    return min(_available(), cgroup.memory())
 
 
 def _available() -> int:
@@ -194,12 +195,3 @@ def _available() -> int:
     except OSError:
         pass
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _group_room(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Limit less use of the control group (version 2), or a number beyond every memory where there is none."""
-    try:
-        limit, used = ((root / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return 2**63 if limit == "max" else max(0, int(limit) - int(used))
-    except (OSError, ValueError):
-        return 2**63
