@@ -315,7 +315,7 @@ class Planner:
             self._owners_then = self.pool.cached_by_owner(OWNERS)
         return self._owners_then
 
-    def check(self) -> None:
-        """Assert every invariant; only between steps. O(everything)."""
+    def check(self, lent: Iterable[int] = ()) -> None:
+        """Assert every invariant; only between steps. ``lent``: blocks of leases (``leases.py``). O(everything)."""
         assert self._open is None
-        self.roster.check()
+        self.roster.check(lent)

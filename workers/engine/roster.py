@@ -16,6 +16,7 @@ Rules
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from itertools import islice
 
@@ -348,11 +349,14 @@ class Roster:
             self.running = [s for s in self.running if s not in gone]
             self._gone = set()
 
-    def check(self) -> None:
-        """Assert that every sequence is in one place and that the pool's reference counts are theirs. O(everything)."""
+    def check(self, lent: Iterable[int] = ()) -> None:
+        """Assert that every sequence is in one place and that the pool's reference counts are theirs, and one for each
+        block ``lent`` to another worker. O(everything)."""
         assert not self._gone
         assert [s.arrival for s in self.running] == sorted({s.arrival for s in self.running})
         users = [0] * self.pool.total
+        for block in lent:
+            users[block] += 1
         placed: list[Sequence] = []
         for sequences in self.requests.values():
             for sequence in sequences:

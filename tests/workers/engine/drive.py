@@ -107,7 +107,7 @@ class Drive:
             result = StepResult([])
         self.now += 1_000_000
         self.take(self.planner.commit(plan, result, self.now))
-        self.planner.check()
+        self.check()
         return plan
 
     def bounded(self, plan: StepPlan, running: set[Sequence]) -> None:
@@ -138,6 +138,10 @@ class Drive:
 
     def ready(self, plan: StepPlan) -> None:
         """A plan is about to run."""
+
+    def check(self) -> None:
+        """The books, between two steps."""
+        self.planner.check()
 
     def cancel(self, name: str, index: int | None = None) -> None:
         self.take(self.planner.cancel(name, self.now, index))
