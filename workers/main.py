@@ -190,6 +190,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
     from workers.model.memory import held
     from workers.model.mover import layout_of, mover_of
     from workers.model.registry import BUILTIN
+    from workers.model.runner import compiled_since
 
     known = {**BUILTIN, **options.architectures}
     loaded = load(files, options.engine, base_dir=options.base_dir, architectures=known)
@@ -226,6 +227,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
         ),
         adapters=loaded.adapters,
         read_adapter=loaded.read_adapter,
+        compiled=compiled_since(loaded.runner),
     )
 
 

@@ -41,6 +41,8 @@ class Sources:
     """How many are loaded, and their bytes; None where the engine takes none."""
     ranks: Callable[[], int] = lambda: 1
     """Processes that compute, this one among them."""
+    compiled: Callable[[], int] = lambda: 0
+    """Kernels compiled since the worker was ready."""
 
 
 class _Reader(Collector):
@@ -49,7 +51,7 @@ class _Reader(Collector):
         self._busy = busy
 
     def describe(self) -> Iterable[Metric]:
-        return self._families(WorkerStats(), {}, {}, 0.0, 0, (0, 0), 1)
+        return self._families(WorkerStats(), {}, {}, 0.0, 0, (0, 0), 1, 0)
 
     def collect(self) -> Iterable[Metric]:
         sources = self._sources
@@ -61,6 +63,7 @@ class _Reader(Collector):
             sources.kv_bytes_per_token,
             sources.adapters(),
             sources.ranks(),
+            sources.compiled(),
         )
 
     @staticmethod
@@ -72,6 +75,7 @@ class _Reader(Collector):
         per_token: int,
         adapters: tuple[int, int] | None,
         ranks: int,
+        compiled: int,
     ) -> list[Metric]:
         blocks = GaugeMetricFamily("forebay_engine_kv_blocks", "KV blocks.", labels=["state"])
         for state, count in (
@@ -119,6 +123,9 @@ class _Reader(Collector):
             evicted,
             guesses,
             held,
+            CounterMetricFamily(
+                "forebay_engine_kernels_compiled", "Kernels compiled while requests may have waited.", compiled
+            ),
             GaugeMetricFamily("forebay_ranks_alive", "Processes that the model is divided among and run.", value=ranks),
             GaugeMetricFamily(
                 "forebay_device_busy_ratio", f"Part of the last {BUSY_WINDOW_S:.0f} s spent in the model.", value=busy

@@ -90,6 +90,8 @@ class ServedModel:
     """Bytes by kind, for the metrics."""
     ranks: Ranks | None = None
     """The other processes that it is divided among."""
+    compiled: Callable[[], int] = lambda: 0
+    """Kernels compiled since it was loaded."""
     store: TierStore | None = None
     """The tiers below the device."""
     grammars: Grammars | None = None
@@ -176,6 +178,7 @@ class Station:
                 model.kv_bytes_per_token,
                 adapters=lambda: (len(table), table.bytes) if model.adapters is not None else None,
                 ranks=(lambda: 1) if ranks is None else (lambda: ranks.alive),
+                compiled=model.compiled,
             ),
             versions=runs,
         )

@@ -42,7 +42,15 @@ def test_a_scrape_shows_the_engine() -> None:
         tiers={"host": TierStats(7, 6, 5, 4), "disk": TierStats(errors=3, up=False, early_blocks=2)},
     )  # fmt: skip
     metrics = WorkerMetrics(
-        Sources(lambda: stats, lambda: {"lru": 9}, lambda: {"weights": 10, "kv": 20}, 36, ranks=lambda: 2)
+        Sources(
+            lambda: stats,
+            lambda: {"lru": 9},
+            lambda: {"weights": 10, "kv": 20},
+            36,
+            lambda: (1, 2),
+            lambda: 2,
+            lambda: 3,
+        )
     )
     metrics.step(tracing.step(1, 10**18, ["a", "b"], took_ns=30_000_000))
     port, stop = metrics.serve()
@@ -52,6 +60,7 @@ def test_a_scrape_shows_the_engine() -> None:
         stop()
     assert found["forebay_engine_running"] == 3
     assert found["forebay_ranks_alive"] == 2
+    assert found["forebay_engine_kernels_compiled_total"] == 3
     assert found["forebay_engine_waiting"] == 2
     assert [found[f"forebay_engine_kv_blocks,state={state}"] for state in ("free", "cached", "used")] == [5, 6, 7]
     assert found["forebay_engine_kv_bytes_per_token"] == 36

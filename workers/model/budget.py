@@ -20,7 +20,9 @@ import torch
 from workers import cgroup
 from workers.config import EngineConfig, kv_bytes_per_token
 from workers.engine.scoring import MOST_ROWS
+from workers.model.attention.paged_flashinfer import PLAN_BYTES
 from workers.model.config import ModelConfig
+from workers.model.graphs import buckets, most_rows
 from workers.model.kv_cache import KvCacheSizeError, block_count
 from workers.model.kv_tables import KvTables
 from workers.model.quant.scheme import BITS
@@ -30,7 +32,7 @@ SAMPLED_BYTES = 24
 SCORED_BYTES = 12
 """Per logit of a row that scores a prompt: fp32 logits, a copy without NaN, log probabilities."""
 CUDA_BUFFERS = 192 * 2**20
-"""Workspace of FlashInfer and of cuBLAS, inputs of recorded steps."""
+"""Workspace and two plans of FlashInfer, workspace of cuBLAS, inputs of recorded steps."""
 CPU_BUFFERS = 32 * 2**20
 
 
@@ -108,7 +110,7 @@ def divide(
     weights += beside.weights
     rows = engine.step_rows
     activations = activation_bytes(model, engine, dtype.itemsize, model.vocab if sampled is None else sampled)
-    buffers = CUDA_BUFFERS if device.type == "cuda" else CPU_BUFFERS
+    buffers = CUDA_BUFFERS + recorded_bytes(engine, context) if device.type == "cuda" else CPU_BUFFERS
     buffers += context * model.head_dim * dtype.itemsize + rows * 64
     if engine.weight_dtype != "auto":  # torch unpacks a matrix whole before it multiplies
         buffers += model.hidden * max(model.vocab, 2 * model.intermediate) * dtype.itemsize
@@ -128,6 +130,15 @@ def divide(
             f"({figures}); lower it or write auto, lower engine.max_step_tokens, or take a smaller model"
         )
     return made
+
+
+def recorded_bytes(engine: EngineConfig, context: int) -> int:
+    """What recorded steps keep: the block tables of the largest, and each one's plan, where FlashInfer makes plans."""
+    if not engine.cuda_graphs or engine.attention not in ("auto", "flashinfer", "triton"):
+        return 0
+    most = most_rows(engine)
+    plans = 0 if engine.attention == "triton" else len(buckets(most)) * PLAN_BYTES
+    return most * -(-context // engine.block_size) * 8 + plans
 
 
 def weight_bytes(model: ModelConfig, width: int, weight_dtype: str = "auto") -> int:

@@ -18,12 +18,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.config import EngineConfig
 from workers.model.attention import AttentionBackend
 from workers.model.batch import Layout
 from workers.model.kv_cache import KvCache
 from workers.model.staging import ship
 
 LARGEST = 256
+
+
+def most_rows(engine: EngineConfig) -> int:
+    """Rows of the largest graph that this engine needs."""
+    running = engine.max_step_tokens if engine.max_running == "auto" else engine.max_running
+    return min(LARGEST, engine.max_step_tokens, running)
 
 
 class Steady(Protocol):

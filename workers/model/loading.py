@@ -18,7 +18,7 @@ from workers.model.config import ModelConfig, read_config
 from workers.model.draft import DraftRunner
 from workers.model.draft_loading import Draft
 from workers.model.fitting import AdapterFitter, reject_adapters
-from workers.model.graphs import LARGEST, CudaRecorder, DecodeGraphs, GraphBackend
+from workers.model.graphs import CudaRecorder, DecodeGraphs, GraphBackend, most_rows
 from workers.model.host_tier import HostTier
 from workers.model.kv_cache import KvCacheSizeError, make_cache
 from workers.model.kv_tables import KvTables, tables_of
@@ -342,17 +342,12 @@ def _torch(
     )
     graphs = None
     if recorded:
-        most = min(
-            LARGEST,
-            engine.max_step_tokens,
-            engine.max_step_tokens if engine.max_running == "auto" else engine.max_running,
-        )
         with torch.inference_mode():
             graphs = DecodeGraphs(
                 decoder,
                 cache,
                 cast(GraphBackend, attention),
-                most=most,
+                most=most_rows(engine),
                 longest=max_context,
                 recorder=CudaRecorder(device),
             )

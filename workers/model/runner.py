@@ -37,6 +37,13 @@ class Decoder(Protocol):
         ...
 
 
+def compiled_since(runner: object) -> Callable[[], int]:
+    """How many forms of kernels are compiled from now on (``TorchRunner.compiled``), also of one behind a draft."""
+    count: Callable[[], int] = getattr(getattr(runner, "runner", runner), "compiled", lambda: 0)
+    before = count()
+    return lambda: count() - before
+
+
 class TorchRunner:
     """``workers.engine.plan.Runner`` on a torch device."""
 
@@ -101,6 +108,11 @@ class TorchRunner:
         """Copy blocks (source, destination), at once."""
         with torch.inference_mode():
             self.cache.copy(pairs)
+
+    def compiled(self) -> int:
+        """Forms of kernels that were compiled so far: after the start it must not grow."""
+        count: Callable[[], int] = getattr(self.attention, "compiled", lambda: 0)
+        return count()
 
     def warm_up(self) -> None:
         """Run a prompt and a decode once, so that nothing is compiled or set up in a request's step. Leaves zeros."""

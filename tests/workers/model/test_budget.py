@@ -68,6 +68,21 @@ def test_what_does_not_fit_is_refused_on_cuda_and_told_on_a_cpu(
     assert divide(model, monkeypatch, 2 * GIB, CPU, kv_cache="1GiB").short == 0
 
 
+def test_recorded_steps_are_in_the_plan(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block tables of the largest, and where FlashInfer may plan 8 MiB for each: 35 of them for 256 rows."""
+
+    def buffers(**engine: Any) -> int:
+        return divide(
+            model, monkeypatch, 2**36, kv_cache="1MiB", max_step_tokens=256, **{"max_running": 256, **engine}
+        ).buffers
+
+    none, tables = buffers(cuda_graphs=False), 256 * (256 // 16) * 8
+    assert buffers(attention="batched") == none
+    assert buffers(attention="triton") == none + tables
+    assert buffers() == buffers(attention="flashinfer") == none + tables + 35 * 8 * 2**20
+    assert buffers(max_running=4) < none + tables + 35 * 8 * 2**20
+
+
 def test_auto_without_room_names_what_is_left(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KvCacheSizeError, match=r"engine\.kv_cache=auto: -?[\d,]+ bytes are left"):
         divide(model, monkeypatch, 1000, kv_cache="auto")

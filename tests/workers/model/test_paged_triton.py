@@ -8,13 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.workers.model.test_config import FIELDS
 from workers.model.attention import AttentionShape, choose, paged_triton
+from workers.model.config import parse_config
+from workers.model.kv_cache import KvCache
 
 LEAST_SHARED = 99 * 1024
 """Bytes of shared memory that a program may use on the smallest of the GPUs since Ampere."""
@@ -61,6 +65,19 @@ def test_it_compiles_for_gpus(
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32))
     assert len(made.asm["cubin"]) > 10_000
     assert made.metadata.shared <= LEAST_SHARED
+
+
+def test_recorded_steps_have_their_tables_in_the_same_memory() -> None:
+    """One is replayed at a time; of a context of 131,072 tokens each would take up to 16 MiB, and there are 35."""
+    kernel = paged_triton.TritonAttention(AttentionShape(4, 2, 16))
+    cache = KvCache(parse_config(FIELDS, {}, "config.json"), 4, 16, torch.float32, torch.device("cpu"), scratch=True)
+    large, small = kernel.hold(8, 5, cache), kernel.hold(2, 5, cache)
+    assert small.tables.shape == (2, 5)
+    assert small.tables.data_ptr() == large.tables.data_ptr()
+    small.refill(np.array([[3], [4]]), np.array([1, 2]))
+    assert small.tables[:, 0].tolist() == [3, 4]
+    assert small.contexts.tolist() == [1, 2]
+    assert large.contexts.tolist() == [1] * 8, "what is small is each one's own"
 
 
 def test_without_a_gpu_or_the_interpreter_it_is_refused() -> None:

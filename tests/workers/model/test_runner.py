@@ -15,7 +15,7 @@ from tests.workers.model.harness import GREEDY, Bench
 from workers.config import EngineConfig
 from workers.engine.plan import StepPlan
 from workers.model.loading import load, pick_device, pick_dtype
-from workers.model.runner import TorchRunner
+from workers.model.runner import TorchRunner, compiled_since
 from workers.model_store import ModelFiles, ModelStoreError
 from workers.protocol import Generate, SamplingParams
 
@@ -125,6 +125,19 @@ def test_a_broken_sequence_ends_and_the_others_go_on(directory: Path) -> None:
     assert (bad.last.finish, bad.last.error, bad.tokens) == ("error", "internal", [])
     assert good.tokens == healthy
     assert made.run([Generate("next", [1, 2, 3, 4, 5, 6], 6, GREEDY)])[0].tokens == healthy
+
+
+def test_what_is_compiled_after_the_start_is_counted(directory: Path) -> None:
+    """engine H9. Nothing on a CPU; what a backend says of itself elsewhere."""
+    runner = load(directory, ENGINE).runner
+    assert isinstance(runner, TorchRunner)
+    assert compiled_since(runner)() == 0
+    forms = [2]
+    runner.attention.compiled = lambda: forms[0]  # type: ignore[attr-defined]
+    late = compiled_since(runner)
+    assert late() == 0
+    forms[0] = 5
+    assert late() == 3
 
 
 def test_zeroing_and_copying_come_before_computing(directory: Path) -> None:

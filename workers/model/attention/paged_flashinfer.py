@@ -22,6 +22,8 @@ from workers.model.batch import Batch
 from workers.model.kv_cache import KvCache
 
 WORKSPACE_BYTES = 128 * 2**20
+PLAN_BYTES = 8 * 2**20
+"""What each of the library's wrappers keeps on the device for its plans."""
 HEAD_DIMS = (64, 128, 256)
 TENSOR_CORE_GROUP = 4
 """From so many query heads per key head on, a decode's rows fill a matrix unit."""
@@ -107,7 +109,7 @@ class FlashInferAttention:
     def decoder(self, device: torch.device, **options: Any) -> Any:
         """A decode wrapper of the library over the common workspace."""
         if self._workspace is None:
-            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)  # as the library wants it
         tensor_cores = self._shape.group >= TENSOR_CORE_GROUP
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "NHD", use_tensor_cores=tensor_cores, **options

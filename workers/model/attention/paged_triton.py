@@ -142,6 +142,7 @@ class TritonAttention:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
+        self._held: Tensor | None = None
         self._few = max(LEAST_ROWS, triton.next_power_of_2(shape.group))
         self._many = max(PROMPT_ROWS if shape.head_dim <= 128 else PROMPT_ROWS // 2, self._few)
 
@@ -177,15 +178,25 @@ class TritonAttention:
         tiles = [Tiles(rows, *rest[2 * index : 2 * index + 2]) for index, (rows, _, _) in enumerate(cuts)]
         return PagedStep(head[0].view(tables.shape), head[1], head[2], head[3], tiles)
 
+    @staticmethod
+    def compiled() -> int:
+        """Forms of the kernel that this process has made ready, for all devices."""
+        return sum(len(forms[0]) for forms in getattr(_attend, "device_caches", {}).values())
+
     def hold(self, rows: int, width: int, cache: KvCache) -> PagedStep:
-        """As ``graphs.GraphBackend``."""
+        """As ``graphs.GraphBackend``; the first call must be the one with most rows.
+
+        One is replayed at a time, so all have their tables in the same memory: at a long context they take most of it.
+        """
 
         def numbers(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=cache.data.device)
 
+        if self._held is None:
+            self._held = numbers(rows, width)
         every = torch.arange(rows, device=cache.data.device)
         tiles = [Tiles(self._few, every, numbers(rows))]
-        return PagedStep(numbers(rows, width), every, numbers(rows, fill=1), numbers(rows, fill=1), tiles)
+        return PagedStep(self._held[:rows], every, numbers(rows, fill=1), numbers(rows, fill=1), tiles)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, cache: KvCache, step: PagedStep
