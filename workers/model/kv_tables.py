@@ -37,6 +37,11 @@ class KvTables:
         """A layer's window; 0 = attends to all."""
         return self.windows[self.places[layer][0]]
 
+    def reach(self, blocks: int, block_size: int, max_context: int) -> int:
+        """Positions that a sequence can have in a cache of so many blocks: rotations are laid out no further, which for
+        a context of a million tokens would take half a gigabyte."""
+        return max_context if all(self.windows) else min(max_context, blocks * block_size)
+
     def put(self, sequence: Sequence, blocks: list[int]) -> list[int]:
         """Place a sequence by hand: ``blocks`` in its first table, the like further up in the others. Returns all."""
         stride = max(blocks, default=-1) + 1

@@ -264,18 +264,19 @@ def _alone(
         keep = engine.weight_dtype == "gguf"
         known = opened.kept_bytes(dtype.itemsize) if keep and isinstance(opened, GgufSource) else None
         budget = divide(config, engine, device, dtype, max_context, beside, known, tables)
+        reach = tables.reach(budget.blocks, engine.block_size, max_context)
         reason = _why_not_native(engine, config, architectures.get(config.architecture), dtype, device)
         weights, made = Weights(opened, dtype, device, fresh=False, rounding=fewer, keep=keep), None
         if reason is None:
             try:
-                made = _native(engine, config, weights, max_context, budget, dtype, tables)
+                made = _native(engine, config, weights, reach, budget, dtype, tables)
             except NativeUnavailableError as error:
                 reason = str(error)
         if made is None and engine.attention == "native":
             raise ValueError(f"engine.attention=native cannot be used: {reason}; auto takes what runs")
         if made is None:
             weights = Weights(opened, dtype, device, rounding=fewer, keep=keep)
-            made = _torch(engine, config, weights, max_context, budget, dtype, device, architectures, tables)
+            made = _torch(engine, config, weights, reach, budget, dtype, device, architectures, tables)
         weights.close(frozenset({"lm_head.weight"} if config.tied else ()))
         if engine.weight_dtype != "auto" and not weights.quantised:
             raise ValueError(none_quantised(engine.weight_dtype, config.architecture))

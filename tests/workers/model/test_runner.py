@@ -163,6 +163,29 @@ def test_start_up_figures(directory: Path) -> None:
     assert f"{parameters * 4:,} bytes" in model.table
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "positions"),
+    [
+        ("llama", {}, 64),
+        ("gemma3_text", {"sliding_window": 20, "sliding_window_pattern": 2}, 64),
+        ("mistral", {"sliding_window": 20}, 5000),  # blocks come back: a sequence may be longer than the cache
+    ],
+)
+@pytest.mark.parametrize("attention", ["native", "batched"])
+def test_rotations_are_laid_out_as_far_as_the_cache_reaches(
+    tmp_path: Path, family: str, changes: dict[str, Any], positions: int, attention: str
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "max_position_embeddings": 5000}
+    folder = tiny.write_directory(tiny.model(0, family, **sizes, **changes), tmp_path)
+    model = load(folder, EngineConfig(device="cpu", dtype="float32", attention=attention, blocks=4))  # type: ignore[arg-type]
+    assert model.max_context == 5000
+    decoder: Any = model.runner.decoder  # type: ignore[union-attr]
+    kept = decoder._kept if attention == "native" else [part for pair in decoder._ropes.values() for part in pair]
+    turns = [part for part in kept if isinstance(part, torch.Tensor) and part.ndim > 1 and part.shape[-1] == 8]
+    assert turns
+    assert {len(part) for part in turns} == {positions}
+
+
 def test_an_untied_head_counts_in_weight_bytes(tmp_path: Path) -> None:
     sizes = []
     for tied in (True, False):

@@ -116,7 +116,7 @@ def build(
 
     with SafetensorsSource(directory) as opened, torch.no_grad():
         weights = Weights(ShardSource(opened, split), dtype, device, rounding=whole and rounding)
-        decoder = made(part, weights, max_context, group)
+        decoder = made(part, weights, min(max_context, blocks * engine.block_size), group)
         weights.close(frozenset({"lm_head.weight"} if part.tied else ()))
     shape = AttentionShape(part.heads, part.kv_heads, part.head_dim, dtype, engine.kv_dtype)
     chosen = choose(engine.attention, shape, device)
