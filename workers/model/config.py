@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import log
 from pathlib import Path
 
-from workers.model.fields import Fields, flag, ids, names, natural, number, part, positive, read_object
+from workers.model.fields import MOST, Fields, flag, ids, names, natural, number, part, positive, read_object
 from workers.model_store import ModelStoreError
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding. ``kind`` ``default``, ``linear`` (positions ÷ factor) or ``llama3`` (see rope.py)."""
+    """Rotary position embedding. ``kind``: ``default``, ``linear`` (positions ÷ factor), ``llama3`` or ``yarn``
+    (``rope.py``)."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -20,6 +22,13 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    turns: tuple[float, float] = (32.0, 1.0)
+    """Of ``yarn``: what turns more often than the first in the original context is kept, less often than the second,
+    slowed."""
+    truncate: bool = True
+    """Of ``yarn``: these borders are whole pairs."""
+    attention: float = 1.0
+    """Queries and keys are both multiplied by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +255,9 @@ def parse_config(fields: Fields, generation: Fields, where: str) -> ModelConfig:
     attention_bias, mlp_bias = (flag(fields, name, where) for name in ("attention_bias", "mlp_bias"))
     layers = positive(fields, "num_hidden_layers", where)
     ropes = _ropes(fields, where, family)
+    max_context = positive(fields, "max_position_embeddings", where)
+    if ropes[0].kind == "yarn":  # some files name the context before it was scaled
+        max_context = max(max_context, int(ropes[0].original_context * ropes[0].factor))
     return ModelConfig(
         architecture=architecture,
         vocab=positive(fields, "vocab_size", where),
@@ -255,7 +267,7 @@ def parse_config(fields: Fields, generation: Fields, where: str) -> ModelConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        max_context=positive(fields, "max_position_embeddings", where),
+        max_context=max_context,
         rms_eps=number(fields, "rms_norm_eps", where, 1e-6),
         rope=ropes[0],
         tied=flag(fields, "tie_word_embeddings", where, family.gemma),
@@ -320,21 +332,51 @@ def _rope(fields: Fields, where: str) -> RopeConfig:
     """Old files have ``rope_theta`` and ``rope_scaling``, newer ones ``rope_parameters``."""
     scaling = {**part(fields, "rope_scaling", where), **part(fields, "rope_parameters", where)}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise ModelStoreError(f"{where}: rope_type={kind!r} is not supported (supported: default, linear, llama3)")
+    if kind not in (kinds := ("default", "linear", "llama3", "yarn")):
+        raise ModelStoreError(f"{where}: rope_type={kind!r} is not supported (supported: {', '.join(kinds)})")
     turned = number(scaling, "partial_rotary_factor", where, 1.0)
     if number(fields, "partial_rotary_factor", where, turned) != 1.0:
         raise ModelStoreError(f"{where}: partial_rotary_factor other than 1.0 is not supported")
     low, high = number(scaling, "low_freq_factor", where, 1.0), number(scaling, "high_freq_factor", where, 4.0)
     if kind == "llama3" and low >= high:
         raise ModelStoreError(f"{where}: low_freq_factor={low:g} must be below high_freq_factor={high:g}")
-    return RopeConfig(
-        theta=number(scaling, "rope_theta", where, number(fields, "rope_theta", where, 10000.0)),
+    theta = number(scaling, "rope_theta", where, number(fields, "rope_theta", where, 10000.0))
+    made = RopeConfig(
+        theta=theta,
         kind=kind,
         factor=number(scaling, "factor", where, 1.0),
         low_freq_factor=low,
         high_freq_factor=high,
         original_context=positive(scaling, "original_max_position_embeddings", where, 8192),
+    )
+    return _yarn(made, fields, scaling, where) if kind == "yarn" else made
+
+
+def _yarn(rope: RopeConfig, fields: Fields, scaling: Fields, where: str) -> RopeConfig:
+    context = positive(fields, "max_position_embeddings", where)
+    original = positive(scaling, "original_max_position_embeddings", where, context)
+    factor = number(scaling, "factor", where, context / original)
+    often, seldom = number(scaling, "beta_fast", where, 32.0), number(scaling, "beta_slow", where, 1.0)
+    if often <= seldom or rope.theta <= 1 or original * factor >= MOST:
+        raise ModelStoreError(
+            f"{where}: rope_type=yarn with beta_fast={often:g}, beta_slow={seldom:g}, rope_theta={rope.theta:g}, "
+            f"factor={factor:g} makes no rotation"
+        )
+
+    def grown(part: float) -> float:
+        return 0.1 * part * log(factor) + 1.0 if factor > 1 else 1.0
+
+    above, below = number(scaling, "mscale", where), number(scaling, "mscale_all_dim", where)
+    attention = number(
+        scaling, "attention_factor", where, grown(above) / grown(below) if above and below else grown(1.0)
+    )
+    return replace(
+        rope,
+        factor=factor,
+        original_context=original,
+        turns=(often, seldom),
+        truncate=flag(scaling, "truncate", where, True),
+        attention=attention,
     )
 
 

@@ -17,6 +17,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return base / rope.factor
     if rope.kind == "llama3":
         return _llama3(base, rope)
+    if rope.kind == "yarn":
+        return _yarn(base, rope, head_dim)
     return base
 
 
@@ -29,10 +31,27 @@ def _llama3(base: Tensor, rope: RopeConfig) -> Tensor:
     return (1 - ramp) * base / rope.factor + ramp * base
 
 
+def _yarn(base: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """Pairs that turn often in the original context are kept, those that turn seldom are slowed by ``factor``, a linear
+    ramp over the pairs between (Peng et al. 2023, arXiv:2309.00071 §3.2)."""
+    often, seldom = rope.turns
+
+    def pair(turns: float) -> float:
+        """Which pair turns so often in the original context."""
+        return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = pair(often), pair(seldom)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    slowed = ((torch.arange(len(base), dtype=torch.float32) - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
+    return base * (1 - slowed) + base / rope.factor * slowed
+
+
 def table(rope: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    """fp32 cosines and sines [positions, head_dim / 2]."""
+    """fp32 cosines and sines [positions, head_dim / 2], times what queries and keys are multiplied by."""
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)[None]
-    return angles.cos(), angles.sin()
+    return angles.cos() * rope.attention, angles.sin() * rope.attention
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -48,6 +48,18 @@ def test_both_spellings_of_rope() -> None:
     assert old.rope == new.rope == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)
 
 
+def test_yarn_lengthens_the_context_that_a_file_names() -> None:
+    """As Qwen tells its users to switch it on; and where the file names the whole context already."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    for named in (512, 2048):
+        made = parse(max_position_embeddings=named, rope_scaling=scaling)
+        assert made.max_context == 2048
+        assert (made.rope.kind, made.rope.factor, made.rope.original_context) == ("yarn", 4.0, 512)
+        assert made.rope.attention == pytest.approx(1.1386294)
+    told = parse(max_position_embeddings=2048, rope_scaling={**scaling, "factor": None, "attention_factor": 1.5}).rope
+    assert (told.factor, told.attention) == (4.0, 1.5)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -58,7 +70,8 @@ def test_both_spellings_of_rope() -> None:
         ({"vocab_size": 0}, "vocab_size=0 must be a positive whole number"),
         ({"hidden_size": "64"}, "hidden_size='64' must be"),
         ({"num_hidden_layers": None}, "num_hidden_layers=None must be"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported"),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": 1.0}}, "beta_fast=1, beta_slow=1, .* makes no rotation"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"attention_bias": "yes"}, "attention_bias='yes' must be true or false"),
         ({"mlp_bias": 3}, "mlp_bias=3 must be true or false"),

@@ -36,6 +36,33 @@ LLAMA3 = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
+    "qwen3-yarn": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 500.0,
+            }
+        },
+    ),
+    "llama-yarn-every-field": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 2.5,
+                "original_max_position_embeddings": 40,
+                "rope_theta": 900.0,
+                "beta_fast": 9.0,
+                "beta_slow": 0.5,
+                "truncate": False,
+                "mscale": 1.3,
+                "mscale_all_dim": 0.6,
+            }
+        },
+    ),
     "llama-all-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-attention-bias-padded": (
         "llama",

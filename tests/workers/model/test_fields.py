@@ -17,9 +17,12 @@ from workers.model_store import ModelStoreError
 ODD: list[Any] = [None, True, "x", "", -1, 0, 1, 1.5, 10**30, 10**400, math.nan, math.inf, [], ["x"], [None], {}]
 """Values of every kind, at fields of every kind."""
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32, "truncate": True}
+YARN |= {"beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7, "attention_factor": 1.2}
 KINDS = {"full_attention": SCALED, "sliding_attention": {"rope_theta": 5e3}}
 LARGEST: list[dict[str, Any]] = [
     {**FIELDS, "rope_theta": 5e5, "rope_scaling": SCALED, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+    {**FIELDS, "rope_scaling": YARN, "max_position_embeddings": 2048},
     {**FIELDS, "architectures": ["Qwen2MoeForCausalLM"], **ROUTED, **QWEN, "max_window_layers": 1, "qkv_bias": True},
     {**FIELDS, "architectures": ["Qwen3MoeForCausalLM"], **ROUTED, "mlp_only_layers": [1], "decoder_sparse_step": 2},
     {**FIELDS, "architectures": ["Gemma3ForCausalLM"], **GEMMA, "sliding_window_pattern": 2, "rope_parameters": KINDS},
