@@ -18,6 +18,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from workers.model.fields import is_size, number, positive
+from workers.model.gguf_rope import FACTORS, llama3, yarn
 from workers.model.gguf_tokenizer import generation_config_of, tokenizer_config_of, tokenizer_json_of
 from workers.model_store import ModelStoreError, Progress
 
@@ -86,27 +87,22 @@ class GgufModel:
                 f"{path}: general.architecture is {architecture!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
             )
         self._architecture = architecture
-        self._scaled = self.metadata.get(f"{architecture}.rope.scaling.type") == "linear"
-        names = {tensor.name for tensor in self._reader.tensors}
-        scaling = self.metadata.get(f"{architecture}.rope.scaling.type", "none")
-        if "rope_freqs.weight" in names or scaling not in ("none", "linear"):
-            raise ModelStoreError(
-                f"{path}: scaled RoPE in GGUF is not supported; use the model's safetensors directory instead"
-            )
-        layer = layer_names(self._architecture)
-        self._tensors = {_hf_name(tensor.name, path, layer): tensor for tensor in self._reader.tensors}
+        layer, every = layer_names(self._architecture), self._reader.tensors
+        self._tensors = {_hf_name(tensor.name, path, layer): tensor for tensor in every if tensor.name != FACTORS}
+        self._factors = next((tensor for tensor in every if tensor.name == FACTORS), None)
         for name, shape in self.shapes().items():
             if not shape or not all(map(is_size, shape)):
                 raise ModelStoreError(f"{path}: tensor {name!r} has shape {list(shape)}")
         self._heads = self._size("attention.head_count")
         self._kv_heads = self._size("attention.head_count_kv", self._heads)
+        self._rope_scaling()
 
     def config(self) -> dict[str, Any]:
         """The ``config.json`` this file amounts to."""
         meta, heads = self.metadata, self._heads
         hidden = self._size("embedding_length")
         window = self._size("attention.sliding_window") if self._maybe("attention.sliding_window", 0) else 0
-        factor = self._number("rope.scaling.factor", 1.0) if self._scaled else 1.0
+        rope = self._rope_scaling()
         return {
             "architectures": [ARCHITECTURES[self._architecture]],
             "model_type": {"gemma3": "gemma3_text"}.get(self._architecture, self._architecture),
@@ -116,23 +112,59 @@ class GgufModel:
             "num_hidden_layers": self._size("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._kv_heads,
-            "head_dim": self._size("attention.key_length", hidden // heads),
+            "head_dim": self._head_dim(),
             "max_position_embeddings": self._size("context_length"),
             # Stored as float32; seven digits give back the decimal that was meant (1e-05, not 9.99999974e-06).
             "rms_norm_eps": float(f"{self._number('attention.layer_norm_rms_epsilon'):.7g}"),
-            "rope_theta": self._number("rope.freq_base", 10000.0),
+            "rope_theta": self._theta(),
             "vocab_size": self._vocab(),
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
             "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in self._tensors,
             **({"sliding_window": window} if window else {}),
-            **({"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor != 1.0 else {}),
+            **({"rope_scaling": rope} if rope else {}),
             **(self._gemma() if self._architecture in _GEMMA else {}),
             "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
             "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
             "dtype": "bfloat16",
         }
+
+    def _head_dim(self) -> int:
+        return self._size("attention.key_length", self._size("embedding_length") // self._heads)
+
+    def _theta(self) -> float:
+        return self._number("rope.freq_base", 10000.0)
+
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        """How rotations are scaled. Raises ModelStoreError for ways that are not known."""
+        kind, head_dim, strange = self._maybe("rope.scaling.type", "none"), self._head_dim(), None
+        turned = self._maybe("rope.dimension_count", head_dim)
+        if turned != head_dim:
+            strange = f"rope.dimension_count={turned!r} of heads of {head_dim}"
+        elif self._factors is not None:
+            factors = np.asarray(dequantize(self._factors.data, self._factors.tensor_type), dtype=np.float64)
+            found = llama3(factors.reshape(-1), self._theta(), head_dim) if kind == "none" else None
+            if found is not None and self._architecture == "llama":
+                return found
+            strange = FACTORS
+        elif kind == "linear":
+            factor = self._number("rope.scaling.factor", 1.0)
+            return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
+        elif kind == "yarn":
+            begin = f"{self._architecture}.rope.scaling."
+            told = {key.removeprefix(begin): value for key, value in self.metadata.items() if key.startswith(begin)}
+            if not isinstance(read := yarn(told), str):
+                return read
+            strange = f"rope.scaling.{read}"
+        elif kind != "none":
+            strange = f"rope.scaling.type={kind!r}"
+        if strange is not None:
+            raise ModelStoreError(
+                f"{self.path}: {strange}: rotations scaled so are not supported in GGUF; use the model's safetensors "
+                "directory instead"
+            )
+        return None
 
     def _gemma(self) -> dict[str, Any]:
         """What llama.cpp knows of Gemma without being told."""

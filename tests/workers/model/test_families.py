@@ -216,10 +216,32 @@ def test_gguf_biases_are_reordered_with_their_rows(tmp_path: Path) -> None:
     assert torch.equal(logits_of(through, TOKENS, [70], TABLE), logits_of(direct, TOKENS, [70], TABLE))
 
 
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama", {**LLAMA3, "rope_theta": 500_000.0, "original_max_position_embeddings": 8192, "factor": 32.0}),
+        ("qwen2", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}),
+    ],
+)
+def test_gguf_scales_rotations_as_the_original(tmp_path: Path, family: str, rope: dict[str, Any]) -> None:
+    """Llama 3's file has no parameters: they are found again in what its frequencies are divided by."""
+    changes = {**BASE, "hidden_size": 128, "head_dim": 32, "rope_parameters": rope}
+    model = tiny.model(7, family, **changes).to(torch.bfloat16).float()
+    through = load(tiny.write_gguf(model, tmp_path / "m.gguf"), on("batched"), cache=tmp_path / "cache")
+    direct = load(tiny.write_directory(model, tmp_path / "m"), on("batched"))
+    assert through.config.rope == direct.config.rope
+    assert through.config.rope.kind == rope["rope_type"]
+    assert torch.equal(logits_of(through, TOKENS, [70], TABLE), logits_of(direct, TOKENS, [70], TABLE))
+
+
 def test_gguf_of_another_architecture_or_scaling_is_refused(tmp_path: Path) -> None:
     model = tiny.model(1, "llama", **BASE)
-    scaled = tiny.write_gguf(model, tmp_path / "s.gguf", llama__rope__scaling__type="yarn")
-    with pytest.raises(ModelStoreError, match="scaled RoPE in GGUF is not supported"):
-        load(scaled, ENGINE, cache=tmp_path)
+    for kind, why in (("yarn", r"rope\.scaling\.factor"), ("longrope", r"rope\.scaling\.type='longrope'")):
+        scaled = tiny.write_gguf(model, tmp_path / f"{kind}.gguf", llama__rope__scaling__type=kind)
+        with pytest.raises(ModelStoreError, match=f"{why}: rotations scaled so are not supported in GGUF"):
+            load(scaled, ENGINE, cache=tmp_path)
+    odd = tiny.model(1, "llama", **{**BASE, "rope_parameters": LLAMA3})  # another original context than Llama 3.1's
+    with pytest.raises(ModelStoreError, match=r"rope_freqs\.weight: rotations scaled so are not supported"):
+        load(tiny.write_gguf(odd, tmp_path / "odd.gguf"), ENGINE, cache=tmp_path)
     plain = tiny.write_gguf(model, tmp_path / "p.gguf", llama__rope__scaling__type="none")
     assert load(plain, ENGINE, cache=tmp_path).config.rope.kind == "default"

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from workers.model.gguf_unpack import _TOP, layer_names
 
@@ -84,6 +85,12 @@ def write_gguf(made: PreTrainedModel, path: Path, quantise: bool = False, **meta
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", rope_factors(settings))
     if getattr(settings, "sliding_window", None):
         writer.add_sliding_window(settings.sliding_window)
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -120,6 +127,13 @@ def write_gguf(made: PreTrainedModel, path: Path, quantise: bool = False, **meta
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def rope_factors(settings: PreTrainedConfig) -> np.ndarray:
+    """What transformers divides each pair's frequency by, as llama.cpp's converter writes it."""
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](settings, torch.device("cpu"))
+    plain = settings.rope_parameters["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
+    return (plain / scaled).to(torch.float32).numpy()
 
 
 def _permute(array: np.ndarray, heads: int) -> np.ndarray:
