@@ -151,23 +151,22 @@ def compiler() -> Iterator[Finding]:
     from workers.model.native import build  # no torch
 
     found = build.compiler()
-    if found is None:
-        yield Finding("note", "C++ compiler", "none (g++, c++, clang++ or $CXX)")
-        yield Finding("note", "native kernel", "cannot be built without a compiler; PyTorch is used, slower on a CPU")
-        return
-    yield Finding("ok", "C++ compiler", found)
     flags = f"{build.architecture_flag()} {build.optimisation()}"
-    place = build.place_of(found)
+    yield Finding("note" if found is None else "ok", "C++ compiler", found or "none (g++, c++, clang++ or $CXX)")
+    place = None
     try:
-        if not build.is_whole(place):
-            state = "damaged" if place.exists() else "not built yet"
+        place = build.ready(found)
+        if place is not None:
+            yield Finding("ok", "native kernel", f"{build.load().fb_isa().decode()} ({flags}), {place}")
+        elif found is None:
+            without = "cannot be built without a compiler; PyTorch is used, slower on a CPU"
+            yield Finding("note", "native kernel", without)
+        else:
+            state = "damaged" if build.place_of(found).exists() else "not built yet"
             yield Finding("note", "native kernel", f"{state} ({flags}): the first worker compiles it, about 20 s, once")
-            return
-        kernel = build.load()
-    except (OSError, build.NativeUnavailableError) as error:
-        yield Finding("fail", "native kernel", f"{error}; remove {place} to have it built anew")
-    else:
-        yield Finding("ok", "native kernel", f"{kernel.fb_isa().decode()} ({flags}), {place}")
+    except (OSError, subprocess.SubprocessError, build.NativeUnavailableError) as error:
+        remedy = "" if place is None else f"; remove {place} to have it built anew"
+        yield Finding("fail", "native kernel", f"{error}{remedy}")
 
 
 def allocator() -> Iterator[Finding]:

@@ -42,6 +42,18 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel() == ("note", "cannot be built without a compiler; PyTorch is used, slower on a CPU")
 
 
+def test_without_a_compiler_one_that_was_built_is_found(
+    avx2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kernels.form("avx2"):
+        place = tmp_path / "kernels" / avx2.name
+        place.parent.mkdir()
+        shutil.copy(avx2, place)
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", "")
+        assert kernel() == ("ok", f"avx2 (-march=x86-64-v3 -O0), {place}")
+
+
 def test_before_and_after_it_is_built(avx2: Path, tmp_path: Path) -> None:
     with kernels.form("avx2"):
         status, detail = kernel()

@@ -5,7 +5,8 @@ Rules
   workers starting together compile once.
 - It ends with its own digest, which the loader of the system does not look at. One that a full disk, a crash or a copy
   cut off or changed is built anew: mapping a file that is shorter than it says ends a process (SIGBUS).
-- Its name carries what decides its content: sources, compiler and its version, CPU flags, options.
+- Its name carries what decides its content: sources, options, this machine's CPU flags where it is compiled for them
+  (``native``), compiler and its version. Without a compiler one that any compiler made is taken: an image may bring it.
 - ``-ffast-math`` is never used: with GCC 12 it sets flush-to-zero in every thread that loads the library.
 """
 
@@ -19,6 +20,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -72,6 +74,21 @@ def place_of(cxx: str) -> Path:
     return cache_dir() / "kernels" / f"step-{_key(cxx)}.so"
 
 
+def ready(cxx: str | None) -> Path | None:
+    """The kernel that is there already: what ``cxx`` made, or any compiler where there is none.
+
+    Raises OSError for one that cannot be read, SubprocessError for a compiler that does not run.
+    """
+    if cxx is not None:
+        place = place_of(cxx)
+        return place if is_whole(place) else None
+    for place in sorted((cache_dir() / "kernels").glob(f"step-{_content()}-*.so")):
+        with suppress(OSError):
+            if is_whole(place):
+                return place
+    return None
+
+
 def library() -> Path:
     """Path of the compiled kernel, compiling it when it is not in the cache (about 20 s, once).
 
@@ -79,19 +96,23 @@ def library() -> Path:
     """
     cxx = compiler()
     if cxx is None:
+        if (found := ready(None)) is not None:
+            return found
         raise NativeUnavailableError("no C++ compiler (g++, c++ or clang++) on the path; install one or set CXX")
     try:
-        place = place_of(cxx)
-        if is_whole(place):
-            return place
-        folder = place.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not is_whole(place):
-                _compile(cxx, folder, place)
+        return ready(cxx) or _built(cxx)
     except (OSError, subprocess.SubprocessError) as error:  # no place to build in, or a compiler that does not run
         raise NativeUnavailableError(f"{Path(cxx).name} could not build it in {cache_dir()}: {error}") from error
+
+
+def _built(cxx: str) -> Path:
+    """The library, by whoever comes first."""
+    place = place_of(cxx)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with (place.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_whole(place):
+            _compile(cxx, place.parent, place)
     return place
 
 
@@ -124,19 +145,18 @@ def _compile(cxx: str, folder: Path, place: Path) -> None:
 
 @cache
 def _key(cxx: str) -> str:
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout  # noqa: S603
+    maker = hashlib.sha256(f"{cxx} {version}".encode()).hexdigest()
+    return f"{_content()}-{maker[:8]}"
+
+
+def _content() -> str:
+    """Names what is compiled, whoever compiles it."""
     digest = hashlib.sha256()
     for source in SOURCES:
         digest.update((_HERE / source).read_bytes())
-    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout  # noqa: S603
-    for part in (
-        cxx,
-        version,
-        " ".join(OPTIONS),
-        optimisation(),
-        architecture_flag(),
-        _cpu_flags(),
-        platform.machine(),
-    ):
+    own = _cpu_flags() if architecture_flag().endswith("native") else ""
+    for part in (" ".join(OPTIONS), optimisation(), architecture_flag(), own, platform.machine()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:20]
 

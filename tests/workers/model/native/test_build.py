@@ -89,7 +89,36 @@ def test_the_name_follows_the_flags(compiler_that_logs: Path, monkeypatch: pytes
     assert build.library() != first
 
 
-def test_no_compiler_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_for_a_kind_of_machine_is_found_on_another(
+    compiler_that_logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that an image brings. One for this very machine is not."""
+    found = []
+    for flag in ("x86-64-v3", "native"):
+        monkeypatch.setenv("FOREBAY_NATIVE_MARCH", flag)
+        for flags in ("flags: a b", "flags: a b c"):
+            monkeypatch.setattr(build, "_cpu_flags", lambda flags=flags: flags)
+            build._key.cache_clear()
+            found.append(build.library())
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+def test_without_a_compiler_one_that_was_built_is_taken(
+    compiler_that_logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is damaged."""
+    built = build.library()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert build.library() == built
+    os.truncate(built, 3)
+    with pytest.raises(build.NativeUnavailableError, match=r"no C\+\+ compiler"):
+        build.library()
+
+
+def test_no_compiler_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(build.NativeUnavailableError, match=r"no C\+\+ compiler"):
