@@ -15,6 +15,7 @@ from workers.engine.adapters import AdapterTable
 from workers.model.attention import AttentionShape, choose
 from workers.model.budget import Beside, Budget, divide
 from workers.model.config import ModelConfig, read_config
+from workers.model.current import work_on
 from workers.model.draft import DraftRunner
 from workers.model.draft_loading import Draft
 from workers.model.fitting import AdapterFitter, reject_adapters
@@ -140,6 +141,7 @@ def load(
     Sets torch's thread count for the whole process. Raises ModelStoreError, KvCacheSizeError, or ValueError.
     """
     device = pick_device(engine.device)
+    work_on(device)
     dtype = pick_dtype(engine, device)
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)

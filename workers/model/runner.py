@@ -13,6 +13,7 @@ from workers.engine.sequence import Sequence
 from workers.engine.verify import fold
 from workers.model.attention import Attend, AttentionBackend
 from workers.model.batch import Layout, lay_out, place
+from workers.model.current import work_on
 from workers.model.deltas import Deltas, TorchAdapter, deltas_of
 from workers.model.graphs import DecodeGraphs
 from workers.model.host_tier import HostTier, prepare
@@ -69,6 +70,7 @@ class TorchRunner:
         Raises SequenceFault naming the sequences without one finite logit, ValueError for a plan that does not fit its
         sequences.
         """
+        work_on(self._device)
         prepare(plan, self.cache, self.host)
         if not plan.chunks:
             return StepResult([])
@@ -93,6 +95,7 @@ class TorchRunner:
     @torch.inference_mode()
     def logits(self, chunk: Chunk) -> Tensor:
         """fp32 logits [count, vocab] of every row of one chunk: to measure a model, not to serve with."""
+        work_on(self._device)
         batch = place(lay_out([chunk], self.cache.block_size), self._device)
         every = torch.arange(chunk.count, device=self._device)
         attend = Attend(self.attention, self.cache, batch)
@@ -101,6 +104,7 @@ class TorchRunner:
     @torch.inference_mode()
     def likeliest(self, chunks: list[Chunk]) -> list[int]:
         """Compute chunks; the likeliest next token of each that samples (``draft.py``)."""
+        work_on(self._device)
         logits = self._forward(lay_out(chunks, self.cache.block_size))
         return logits.argmax(dim=-1).tolist() if len(logits) else []
 

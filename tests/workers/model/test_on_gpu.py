@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,19 @@ def test_recorded_steps_give_the_same_tokens(attention: str, directory: Path) ->
         bench = Bench(directory, engine(attention=attention, dtype="bfloat16", cuda_graphs=graphs))
         found.append([one.tokens for one in bench.run(requests, stagger=1)])
         assert ("recorded" in bench.model.attention) == graphs
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("attention", PAGED)
+def test_another_device_than_the_first(attention: str, directory: Path) -> None:
+    """Recorded there, and replayed by another thread than the one that recorded."""
+    requests = [Generate(str(i), [5 + i, 9, 30 + i, 7], 12, GREEDY) for i in range(3)]
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        bench = Bench(directory, engine(attention=attention, dtype="bfloat16", device=device))
+        with ThreadPoolExecutor(1) as thread:
+            found.append([one.tokens for one in thread.submit(bench.run, requests).result()])
     assert found[0] == found[1]
 
 

@@ -22,6 +22,7 @@ from workers.model.attention import Attend
 from workers.model.batch import place
 from workers.model.budget import Beside
 from workers.model.config import read_config
+from workers.model.current import work_on
 from workers.model.parallel import messages, part
 from workers.model.parallel.group import Group
 from workers.model.parallel.messages import (
@@ -56,6 +57,7 @@ def _follow(channel: Channel, setup: Setup) -> None:
     torch.set_num_threads(setup.threads)
     engine, directory = EngineConfig.model_validate(setup.engine), Path(setup.directory)
     device, dtype, context = torch.device(setup.device), getattr(torch, setup.dtype), setup.max_context
+    work_on(device)
     group: Group | None = None
     try:
         try:
