@@ -125,7 +125,7 @@ def tokenizer_config_of(metadata: Json) -> str:
     config: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_prefix_space": bool(metadata.get("tokenizer.ggml.add_space_prefix", False)),
-        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", _begins(metadata))),
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 0)) or None,
     }
@@ -136,6 +136,11 @@ def tokenizer_config_of(metadata: Json) -> str:
     if template := metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template
     return json.dumps(config, ensure_ascii=False, indent=1)
+
+
+def _begins(metadata: Json) -> bool:
+    """Whether a raw prompt gets a begin token in front where the file does not say: as llama.cpp takes it."""
+    return metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
 
 
 def generation_config_of(metadata: Json) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.workers.model import tiny
 from workers.model.config import parse_config
-from workers.model.gguf_tokenizer import tokenizer_json_of
+from workers.model.gguf_tokenizer import tokenizer_config_of, tokenizer_json_of
 from workers.model.gguf_unpack import GgufModel, unpack
 from workers.model.weights import GgufSource
 from workers.model_store import ModelStoreError
@@ -103,6 +103,27 @@ def test_what_cannot_be_is_named(
     monkeypatch.setattr(GgufModel, "__init__", lying)
     with pytest.raises(ModelStoreError, match=message):
         unpack(file, tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pre", "told", "begins"),
+    [
+        ("gpt2", "smollm", None, False),
+        ("gpt2", "llama-bpe", None, True),
+        ("gpt2", "llama-bpe", False, False),
+        ("gpt2", "qwen2", True, True),
+        ("llama", "default", None, True),
+        ("llama", "default", False, False),
+    ],
+)
+def test_a_begin_token_where_the_file_does_not_say(
+    file: Path, kind: str, pre: str, told: bool | None, begins: bool
+) -> None:
+    """Files of Llama 3 do not: its published tokenizer does it by other means."""
+    metadata = {**GgufModel(file).metadata, "tokenizer.ggml.model": kind, "tokenizer.ggml.pre": pre}
+    if told is not None:
+        metadata["tokenizer.ggml.add_bos_token"] = told
+    assert json.loads(tokenizer_config_of(metadata))["add_bos_token"] is begins
 
 
 def test_the_file_itself_is_fine(file: Path, tmp_path: Path) -> None:
