@@ -143,8 +143,8 @@ class GgufModel:
         if turned != head_dim:
             strange = f"rope.dimension_count={turned!r} of heads of {head_dim}"
         elif self._factors is not None:
-            factors = np.asarray(dequantize(self._factors.data, self._factors.tensor_type), dtype=np.float64)
-            found = llama3(factors.reshape(-1), self._theta(), head_dim) if kind == "none" else None
+            plain = self._factors.tensor_type.name == "F32" and kind == "none"
+            found = llama3(self._factors.data.reshape(-1), self._theta(), head_dim) if plain else None
             if found is not None and self._architecture == "llama":
                 return found
             strange = FACTORS
