@@ -138,7 +138,8 @@ class GgufModel:
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         """How rotations are scaled. Raises ModelStoreError for ways that are not known."""
-        kind, head_dim, strange = self._maybe("rope.scaling.type", "none"), self._head_dim(), None
+        kind, head_dim = self._maybe("rope.scaling.type", "none"), self._head_dim()
+        strange: str | None = None
         turned = self._maybe("rope.dimension_count", head_dim)
         if turned != head_dim:
             strange = f"rope.dimension_count={turned!r} of heads of {head_dim}"

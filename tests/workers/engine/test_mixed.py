@@ -62,8 +62,10 @@ class Plain(_Loose, Drive):
         return super().step()
 
     def check(self) -> None:
-        lent = [] if self.handover is None else self.handover._leases._leases.values()  # type: ignore[union-attr]
-        self.planner.check([block for lease in lent for block in lease.blocks])
+        lent: list[int] = []
+        if self.handover is not None and self.handover._leases is not None:
+            lent = [block for lease in self.handover._leases._leases.values() for block in lease.blocks]
+        self.planner.check(lent)
 
     def idle(self) -> None:
         if self.handover is not None:
@@ -199,7 +201,8 @@ class Mixed:
         if self.public:
             return
         drive = self.drive
-        scopes, labels = ([b"x"], []) if self.pick.random() < 0.5 else ([], [b"doc"])
+        scopes, labels = [b"x"], [b"doc"]
+        (scopes if self.pick.random() < 0.5 else labels).clear()
         if isinstance(drive, Plain) and drive.handover is not None:
             drive.handover.purge(Purge("p", scopes, labels))
         ticket = drive.planner.purge(scopes, labels)
