@@ -43,13 +43,16 @@ def parse_json(data: bytes, path: Path) -> Json:
 
 def check_kind(document: Json, path: Path) -> None:
     """Raises ValueError when the tokenizer is of a kind that is not supported."""
-    model = document.get("model", {}).get("type", "BPE")
+    model = document["model"].get("type", "BPE")
     decoders = {part.get("type") for part in parts(document.get("decoder"), "decoders")}
     if model != "BPE" or not decoders & {"ByteLevel", "ByteFallback"}:
         raise ValueError(
             f"{path}: a {model} tokenizer with decoder {sorted(map(str, decoders))} is not supported; supported are "
             "BPE tokenizers that are byte-level or have byte fallback"
         )
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if value := document["model"].get(name):  # a wrong one has the library end the process
+            raise ValueError(f"{path}: {name}={value!r} is not supported")
 
 
 def parts(node: Json | None, key: str) -> Iterator[Json]:

@@ -238,7 +238,12 @@ def test_a_tokenizer_of_odd_parts_is_refused_by_name(tmp_path: Path) -> None:
         ("{", r"tokenizer\.json is not JSON"),
         ("[" * 100_000, r"tokenizer\.json is not JSON"),
         ("[]", r"tokenizer\.json must hold a JSON object"),
-        ("{}", "is not supported; supported are"),
+        ('{"model": {}}', "is not supported; supported are"),
+        ("{}", "is not built as it should be .KeyError: 'model'"),
+        (
+            '{"decoder": {"type": "ByteLevel"}, "model": {"vocab": {}, "continuing_subword_prefix": "##"}}',
+            "continuing_subword_prefix='##' is not supported",
+        ),
         ('{"decoder": {"type": "ByteLevel"}, "model": {}}', "lacks a vocabulary"),
         ('{"decoder": {"type": "ByteLevel"}, "model": {"vocab": {"a": 1e12}}}', "ids of tokens must be whole numbers"),
     ],

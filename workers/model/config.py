@@ -130,12 +130,13 @@ class Family:
 
 def _qwen_slides(fields: Fields, layer: int) -> bool:
     """Qwen's window is on from ``max_window_layers``."""
-    return layer >= int(fields.get("max_window_layers", 0))
+    return layer >= (fields.get("max_window_layers") or 0)
 
 
 def _qwen2_moe_slides(fields: Fields, layer: int) -> bool:
     """Every second layer below ``max_window_layers``."""
-    return layer % 2 == 0 and layer < int(fields.get("max_window_layers", 28))
+    below = fields.get("max_window_layers")
+    return layer % 2 == 0 and layer < (28 if below is None else below)
 
 
 def _gemma3_slides(fields: Fields, layer: int) -> bool:
