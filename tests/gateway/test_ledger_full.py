@@ -23,7 +23,7 @@ LEDGER: dict[str, Any] = {"state": {"path": "state"}, "policies": {"quota": {"us
 async def test_new_work_gets_503_and_what_runs_is_written_afterwards(start: Start, tmp_path: Path) -> None:
     async with start(LEDGER, echo=Echo(step_s=0.01)) as site:
         running = asyncio.create_task(site.complete(max_tokens=60))
-        await until(lambda: site.slots("alpha") == 1, "it runs")
+        await until(lambda: site.dispatcher.queue.running == 1, "its row is written, and it runs")
         with contextlib.closing(sqlite3.connect(tmp_path / "state" / "ledger.db", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             refused = await site.complete("beta")
