@@ -87,6 +87,8 @@ class GgufModel:
                 f"{path}: general.architecture is {architecture!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
             )
         self._architecture = architecture
+        if (parts := self.metadata.get("split.count", 0)) not in (0, 1):
+            raise ModelStoreError(f"{path} is one of {parts} parts; join them first: llama-gguf-split --merge")
         layer, every = layer_names(self._architecture), self._reader.tensors
         self._tensors = {_hf_name(tensor.name, path, layer): tensor for tensor in every if tensor.name != FACTORS}
         self._factors = next((tensor for tensor in every if tensor.name == FACTORS), None)

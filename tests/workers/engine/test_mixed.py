@@ -119,10 +119,12 @@ class Mixed:
         for _ in range(acts):
             self.pick.choice(ways)()
             self.drive.check()
-        for _ in range(2000):
+        for _ in range(20_000):
             self.disk()
-            if self.drive.step() is None and not self.drive.planner.roster.waiting:
-                break
+            if self.drive.step() is None:
+                if not self.drive.planner.roster.waiting:
+                    break
+                self.drive.now += 10**9  # until a lease ends
         self.drive.idle()
 
     def ask(self) -> None:

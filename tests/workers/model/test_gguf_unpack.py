@@ -126,6 +126,13 @@ def test_a_begin_token_where_the_file_does_not_say(
     assert json.loads(tokenizer_config_of(metadata))["add_bos_token"] is begins
 
 
+def test_one_of_several_parts_is_refused(tmp_path: Path) -> None:
+    """Its weights are not whole, which nobody would understand by the name of the first that is missing."""
+    file = tiny.write_gguf(tiny.model(), tmp_path / "part.gguf", split__count="3")
+    with pytest.raises(ModelStoreError, match=r"part\.gguf is one of 3 parts; join them first"):
+        unpack(file, tmp_path, None)
+
+
 def test_the_file_itself_is_fine(file: Path, tmp_path: Path) -> None:
     everything(file, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["num_attention_heads"] == 4

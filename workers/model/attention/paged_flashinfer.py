@@ -3,7 +3,8 @@
 The library is optional (``pip install 'forebay[gpu]'``) and knows half precision and common head sizes only. Our cache
 has its ``NHD`` layout, ``[pages, page size, key heads, head size]`` for keys and for values, so nothing is copied.
 
-This file has never met a GPU: the machines it was written on had none. What could be tested there is the page tables.
+This file has never met a GPU: the machines it was written on had none. What could be tested there is the page tables,
+and the calls, with a stand-in that has the library's signatures.
 """
 
 from __future__ import annotations
