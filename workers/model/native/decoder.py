@@ -264,8 +264,9 @@ class NativeDecoder:
             return
         self.close()
         before = model.max_rows, model.max_samples
-        model.max_rows = max(model.max_rows, rows, 64)
-        model.max_samples = max(model.max_samples, samples, 16)
+        # With room to spare: buffers are made anew, which takes as long as a step, and batches grow by a row at a time.
+        model.max_rows = max(model.max_rows, rows + rows // 8, 64)
+        model.max_samples = max(model.max_samples, samples + samples // 4, 16)
         self._logits = torch.empty(model.max_samples, self._head_width)
         self._best = array("i", bytes(4 * model.max_samples))
         self._handle = self._lib.fb_create(ctypes.addressof(model), self._threads)

@@ -109,6 +109,17 @@ def test_only_planned_rows_are_computed(tmp_path: Path) -> None:
     assert kernel.decoder.rows_computed == 34
 
 
+def test_a_batch_that_grows_by_a_row_seldom_needs_other_buffers(tmp_path: Path) -> None:
+    """A prompt beside one decode more in every step: each had its buffers made anew."""
+    kernel = Kernel(tiny.write_directory(tiny.model(1, hidden_size=64, head_dim=16), tmp_path))
+    made = set()
+    for decodes in range(30):
+        others = [(ids(3, n), 2, [100 + n]) for n in range(decodes)]
+        kernel.run((ids(96), 0, table(96, 1, blocks=100)), *others)
+        made.add((kernel.decoder._model.max_rows, kernel.decoder._model.max_samples))
+    assert len(made) <= 5
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 def test_copied_and_zeroed_blocks_are_what_they_say(tmp_path: Path, kv_dtype: str) -> None:
     kernel = Kernel(tiny.write_directory(tiny.model(1, hidden_size=64, head_dim=16), tmp_path), kv_dtype=kv_dtype)
