@@ -187,7 +187,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
     files = resolve(options.source, base_dir=options.base_dir, progress=_progress())
     _read_ahead(files)
     from workers.model.loading import load  # torch: seconds, and in vain if there were no model
-    from workers.model.memory import held
+    from workers.model.memory import held, touching
     from workers.model.mover import layout_of, mover_of
     from workers.model.registry import BUILTIN
     from workers.model.runner import compiled_since
@@ -211,6 +211,7 @@ def load_model(options: WorkerOptions) -> ServedModel:
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         windows=loaded.windows,
         twice_at=loaded.twice_at,
+        spare=touching(loaded.runner),
         device=loaded.device,
         dtype=loaded.dtype,
         store=loaded.store,

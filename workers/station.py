@@ -86,6 +86,8 @@ class ServedModel:
     """Of the block tables that a sequence has; 0 = keeps all."""
     twice_at: int = 0
     """At so many tokens of context a prompt's token takes twice as long as at the start; 0: all take equally long."""
+    spare: Callable[[], bool] = lambda: False
+    """Does a bit of what can wait until nothing else is to do; whether there is more of it."""
     memory: Callable[[], Mapping[str, int]] = dict
     """Bytes by kind, for the metrics."""
     ranks: Ranks | None = None
@@ -212,6 +214,7 @@ class Station:
             on_offer=self._transfers.on_offer,
             windows=model.windows,
             twice_at=model.twice_at,
+            spare=model.spare,
         )
         self._adapters = AdapterDesk(
             model.read_adapter, self._engine.submit, self.server.purged, self._from_engine(self._tell_adapters)

@@ -255,8 +255,10 @@ def open_engine(
     progress: Callable[[str, int, int], None] | None = None,
     temperature: float = 0.0,
 ) -> BenchEngine:
-    """Load a model (seconds). Raises BenchError with the loader's message."""
+    """Load a model (seconds), and do what a worker does before its first request. Raises BenchError with the
+    loader's message."""
     from workers.model.loading import load as load_model
+    from workers.model.memory import touching
 
     begin = time.perf_counter()
     try:
@@ -264,6 +266,9 @@ def open_engine(
     except ValueError as error:
         raise BenchError(str(error)) from None
     took = time.perf_counter() - begin
+    touch = touching(loaded.runner)
+    while touch():
+        pass
     return BenchEngine(loaded, config, source=source, load_s=took, temperature=temperature)
 
 

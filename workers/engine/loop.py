@@ -2,7 +2,8 @@
 
 Rules
 - The engine thread owns planner, pool, sequences and runner. Others only ``submit`` messages.
-- Nothing to do: the thread sleeps in its mailbox, and reports its figures once a second.
+- Nothing to do: the thread sleeps in its mailbox, and reports its figures once a second. After the first such second
+  it does what can wait (``spare``), until there is a message.
 - One ``on_outputs`` per step. Callbacks run on the engine thread; they must be quick and must not raise.
 - A runner that raises costs the requests it concerns, never the worker: out of memory the youngest request of the
   step, ``SequenceFault`` those it names, anything else all of the step. They are not tried again, so no request can
@@ -95,8 +96,10 @@ class Engine:
         on_offer: Callable[[str, Offer | None], None] = lambda ticket, offer: None,
         windows: tuple[int, ...] = (0,),
         twice_at: int = 0,
+        spare: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``windows``: of the model's block tables (``tables.py``). ``twice_at``: of its work (``allowance.py``)."""
+        """``windows``: of the model's block tables (``tables.py``). ``twice_at``: of its work (``allowance.py``).
+        ``spare``: does a bit of what can wait, some milliseconds of it; says whether there is more."""
         tiers = None if store is None else new_tiers(config, store)
         self.planner = Planner(
             config,
@@ -113,6 +116,7 @@ class Engine:
         self._tiers = None if tiers is None or store is None else TierDesk(tiers, store, self.submit)
         self._runner = runner
         self._clock = clock_ns
+        self._spare = spare
         self._on_outputs = on_outputs
         self._on_step = on_step
         self._on_record = on_record
@@ -184,6 +188,8 @@ class Engine:
         except Empty:
             self._device.idle(self._clock())
             self._on_outputs(StepOutputs(0, [], self._stats(0.0)))
+            while self._mail.empty() and self._spare():
+                pass
 
     def step(self) -> bool:
         """Read the mailbox, run one step, report it. False when there was nothing to compute.

@@ -1,10 +1,15 @@
-"""What a device's memory holds, for ``forebay_device_memory_bytes``. Asked when Prometheus asks, never in a step."""
+"""What a device's memory holds, for ``forebay_device_memory_bytes`` (asked when Prometheus asks, never in a step); and
+what may be done about it while nothing else is to do."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
+
+from workers.model.budget import free_bytes
+from workers.model.native.decoder import TOUCHED, NativeCache
 
 
 def held(device: str, weights: int, kv: int, ranks: int = 1) -> dict[str, int]:
@@ -21,3 +26,12 @@ def held(device: str, weights: int, kv: int, ranks: int = 1) -> dict[str, int]:
     else:
         found["free"] = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return found
+
+
+def touching(runner: object) -> Callable[[], bool]:
+    """Touches the next part of a runner's cache (``NativeCache.touch``); says False when there is none, and when others
+    might need the memory sooner."""
+    cache = getattr(runner, "cache", None)
+    if not isinstance(cache, NativeCache):
+        return lambda: False
+    return lambda: free_bytes(torch.device("cpu")) > TOUCHED and cache.touch()

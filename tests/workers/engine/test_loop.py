@@ -36,7 +36,15 @@ class Flaky(FakeRunner):
 class Bench:
     """An engine with everything it says on record. The clock ticks 1 ms at every look."""
 
-    def __init__(self, *, blocks: int = 64, block_size: int = 4, clock: Callable[[], int] | None = None, **config: Any):
+    def __init__(
+        self,
+        *,
+        blocks: int = 64,
+        block_size: int = 4,
+        clock: Callable[[], int] | None = None,
+        spare: Callable[[], bool] = lambda: False,
+        **config: Any,
+    ):
         self.runner = Flaky(blocks, block_size, vocab=900)
         self.messages: list[StepOutputs] = []
         self.purged: list[Purged] = []
@@ -59,6 +67,7 @@ class Bench:
             on_record=self.records.append,
             on_drained=lambda: self.events.append("drained"),
             on_fatal=self.fatal.append,
+            spare=spare,
         )
 
     def tick(self) -> int:
@@ -360,6 +369,26 @@ def test_thread() -> None:
     wait(lambda: any(message.step == 0 for message in bench.messages))
     assert looks[0] - before < 10
     assert bench.messages[-1].stats.used_blocks == 0
+    bench.engine.stop()
+    assert bench.fatal == []
+
+
+def test_what_can_wait_is_done_while_nothing_else_is_to_do() -> None:
+    """It begins after an idle second, and whoever comes waits for one bit of it only, however much there is."""
+    bits, endless = [0], [True]
+
+    def spare() -> bool:
+        bits[0] += 1
+        return endless[0]
+
+    bench = Bench(clock=time.time_ns, spare=spare)
+    bench.engine.start()
+    wait(lambda: bits[0] > 2)
+    assert [message.step for message in bench.messages] == [0]
+    bench.submit(request("q", 4, 3))
+    wait(lambda: len(bench.tokens("q")) == 3)
+    endless[0] = False
+    wait(lambda: bench.messages[-1].step == 0)
     bench.engine.stop()
     assert bench.fatal == []
 

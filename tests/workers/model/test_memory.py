@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.workers.model import tiny
 from workers.model_store import ModelFiles
 
 MIB = 2**20
@@ -31,6 +33,40 @@ assert engine.planner.pool.cached * config.block_size >= 2 * 512 - 32
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(int(peak) * 1024, model.weight_bytes + model.cache_tokens * model.kv_bytes_per_token)
 """
+
+
+TOUCHED = """
+import resource, sys
+from pathlib import Path
+import torch
+from workers.model.config import read_config
+from workers.model.memory import touching
+from workers.model.native.decoder import NativeCache
+
+def held():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+class Runner:
+    cache = NativeCache(read_config(Path(sys.argv[1])), blocks=1000, block_size=16, dtype=torch.bfloat16)
+
+before, touch, pieces = held(), touching(Runner()), 0
+Runner.cache.data[:, 100:200] = 7
+while touch():
+    pieces += 1
+assert Runner.cache.data[:, 100:200].eq(7).all() and not Runner.cache.data[:, 200:].any()
+print(pieces, held() - before, Runner.cache.data.nbytes, touch(), touching(object())())
+"""
+
+
+def test_a_cache_gets_its_memory_before_it_is_used(tmp_path: Path) -> None:
+    """Else whoever writes first waits for it. What lies there already stays."""
+    directory = tiny.write_directory(tiny.model(1, hidden_size=64, head_dim=64, num_hidden_layers=3), tmp_path)
+    done = subprocess.run([sys.executable, "-c", TOUCHED, str(directory)], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    pieces, grown, size, *more = done.stdout.split()
+    assert int(pieces) >= int(size) // (4 * MIB) > 2
+    assert 0.8 * int(size) < int(grown) < int(size) + 40 * MIB
+    assert more == ["False", "False"]
 
 
 @pytest.mark.parametrize("attention", ["native", "batched"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +36,10 @@ _NO_MEMORY = 2
 _REMEDY = "lower engine.max_step_tokens, engine.max_running or engine.kv_cache"
 
 
+TOUCHED = 1 << 30
+"""Bytes of a cache that get memory before they are used, of a larger one those that are used first; and bytes that the
+system has to have left for that."""
+_PIECE = 2 << 20
 KV_DTYPES = ("auto", "int8", "fp8")
 """In the order of ``FbModel.kv``."""
 
@@ -91,6 +95,22 @@ class NativeCache:
         except (OSError, ValueError, OverflowError) as error:
             raise KvCacheSizeError(no_room(blocks, blocks * self.block_bytes, "in memory")) from error
         self.data = flat.view(depth, blocks, per_block)
+        self._untouched = self._pieces()
+
+    def touch(self) -> bool:
+        """Have the system find memory for the next 2 MiB, in the order in which blocks are taken. False: no more.
+
+        Who writes first waits for it otherwise, and on a virtual machine whose memory is found as late as its own
+        that takes up to 4 ms for 1 MiB: an eighth of a prompt's time.
+        """
+        piece = next(self._untouched, None)
+        return piece is not None and pack.touch(piece)
+
+    def _pieces(self) -> Iterator[Tensor]:
+        blocks = min(self.blocks, TOUCHED // self.block_bytes)
+        each = max(1, _PIECE // (self.data.shape[2] * self.data.itemsize))
+        for start in range(0, blocks, each):
+            yield from self.data[:, start : min(start + each, blocks)]
 
     def zero(self, blocks: list[int]) -> None:
         """Overwrite blocks with zeros in every layer."""

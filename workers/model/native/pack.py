@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,8 @@ from workers.model.quant.matrix import GROUP, Q4, Q4K, Q8, Q8_0, SUPER, Matrix, 
 PANEL = 32
 LANES = 16
 _HUGE = 2 << 20
+_POPULATE_WRITE = 23
+"""``MADV_POPULATE_WRITE`` of Linux 5.14."""
 KINDS = {Q8_0: 1, Q4: 2, Q4K: 3, Q8: 4}
 """``Kind`` of quantised.h."""
 
@@ -28,6 +32,16 @@ def buffer(count: int, dtype: torch.dtype) -> Tensor:
     raw = torch.frombuffer(memory, dtype=torch.uint8)  # the tensor keeps the mapping alive
     start = -raw.data_ptr() % (_HUGE if size >= _HUGE else 64)
     return raw[start : start + size].view(dtype)
+
+
+def touch(part: Tensor) -> bool:
+    """Have the system find memory under ``part``, as a write would; its content stays. False: it cannot."""
+    madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    if madvise is None:
+        return False
+    begin = part.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = part.data_ptr() + part.nbytes - begin
+    return bool(madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _POPULATE_WRITE) == 0)
 
 
 def panels(weight: Tensor) -> Tensor:
