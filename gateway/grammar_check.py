@@ -7,6 +7,8 @@ Rules
   anything: the next one is asked.
 - A tenant has one question under way at most: slow schemas of one delay nobody else's while a child is free.
 - Answers are remembered, at most ``REMEMBERED``, by digest: no schema is kept. Children start with the first question.
+- That one took too long is remembered for ``OVERRUN_S`` only: a machine that was busy with something else is no reason
+  to refuse a schema for good.
 - Only the event loop touches this.
 """
 
@@ -16,8 +18,10 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import os
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -31,6 +35,8 @@ from workers.launchers.local import harmless
 CHILDREN = 2
 COMPILE_S = 1.0
 """How long a grammar may take to compile."""
+OVERRUN_S = 60.0
+"""How long one that took longer is refused without being tried again."""
 LOAD_S = 30.0
 """How long a child may take to start and to read a model's vocabulary."""
 REMEMBERED = 4096
@@ -39,6 +45,9 @@ ATTEMPTS = 3
 PAUSE_S = 0.1
 """Before another one is: what took the first may still be at work."""
 COMMAND = (sys.executable, "-m", "workers.grammar_child")
+
+_Answer = tuple[str | None, float]
+"""Why not, or None, and until when that holds."""
 
 _log = log.get("grammar")
 
@@ -61,19 +70,19 @@ class GrammarCheck:
         self._command = (*command, str(os.getpid()))
         self._places = asyncio.Semaphore(children)
         self._idle: list[Process] = []
-        self._known: OrderedDict[tuple[str, bytes], str | None] = OrderedDict()
+        self._known: OrderedDict[tuple[str, bytes], _Answer] = OrderedDict()
         self._tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def check(self, grammar: str, model_dir: Path, tenant: str) -> None:
         """Return when the grammar compiles for the model. Raises GrammarRefusedError, ApiError 503."""
         key = str(model_dir), hashlib.sha256(grammar.encode()).digest()
-        if key not in self._known:
+        if not self._is_known(key):
             lock = self._tenants.setdefault(tenant, asyncio.Lock())
             async with lock:
-                if key not in self._known:  # meanwhile, by the same tenant's request before this one
+                if not self._is_known(key):  # meanwhile, by the same tenant's request before this one
                     async with self._places:
                         self._known[key] = await self._ask(grammar, model_dir)
-        reason = self._known[key]
+        reason, _ = self._known[key]
         self._known.move_to_end(key)
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
@@ -86,8 +95,12 @@ class GrammarCheck:
         for child in idle:
             await _end(child)
 
-    async def _ask(self, grammar: str, model_dir: Path) -> str | None:
-        """One question: why not, or None."""
+    def _is_known(self, key: tuple[str, bytes]) -> bool:
+        """And still holds."""
+        return key in self._known and time.monotonic() < self._known[key][1]
+
+    async def _ask(self, grammar: str, model_dir: Path) -> _Answer:
+        """One question."""
         question = json.dumps({"directory": str(model_dir), "grammar": grammar}).encode() + b"\n"
         for attempt in range(ATTEMPTS):
             if attempt:
@@ -97,7 +110,7 @@ class GrammarCheck:
                 return await self._answer(child, question)
         raise _gone()
 
-    async def _answer(self, child: Process, question: bytes) -> str | None:
+    async def _answer(self, child: Process, question: bytes) -> _Answer:
         """What one child says. Raises _LostError when it is gone without having begun."""
         answered = False
         try:
@@ -111,12 +124,11 @@ class GrammarCheck:
                 async with asyncio.timeout(self._compile_s):
                     line = await child.stdout.readline()
             except TimeoutError:
-                return f"it takes longer than {self._compile_s:g} s to compile"
+                return f"it takes longer than {self._compile_s:g} s to compile", time.monotonic() + OVERRUN_S
             if not line.endswith(b"\n"):  # it died of it: out of memory or stack
-                return "it takes more memory than a grammar may"
+                return "it takes more memory than a grammar may", math.inf
             answered = True
-            reason: str | None = json.loads(line)["error"]
-            return reason
+            return json.loads(line)["error"], math.inf
         except (TimeoutError, ConnectionError):
             raise _gone() from None
         finally:

@@ -23,9 +23,12 @@ for line in sys.stdin:
     print("loaded", flush=True)
     if grammar == "hang":
         time.sleep(3600)
+    if grammar.startswith("once ") and not os.path.exists(seen := grammar.removeprefix("once ")):
+        open(seen, "w").close()
+        time.sleep(3600)
     if grammar == "die":
         os.kill(os.getpid(), 9)
-    print(json.dumps({"error": None if grammar == "good" else f"{os.getpid()}"}), flush=True)
+    print(json.dumps({"error": None if grammar.startswith(("good", "once ")) else f"{os.getpid()}"}), flush=True)
 """
 HERE = Path(".")
 
@@ -44,7 +47,7 @@ async def real() -> AsyncIterator[GrammarCheck]:
 
 @pytest.fixture
 async def fake() -> AsyncIterator[GrammarCheck]:
-    made = GrammarCheck(compile_s=0.3, command=(sys.executable, "-c", FAKE))
+    made = GrammarCheck(compile_s=0.5, command=(sys.executable, "-c", FAKE))
     yield made
     await made.close()
 
@@ -72,13 +75,23 @@ async def test_a_model_that_cannot_be_read_is_no_crash(real: GrammarCheck, tmp_p
 
 
 async def test_one_that_takes_too_long_is_refused_and_its_child_killed(fake: GrammarCheck) -> None:
-    with pytest.raises(GrammarRefusedError, match=r"longer than 0\.3 s"):
+    with pytest.raises(GrammarRefusedError, match=r"longer than 0\.5 s"):
         await fake.check("hang", HERE, "acme")
     assert fake._idle == []
     await fake.check("good", HERE, "acme")
     with pytest.raises(GrammarRefusedError, match="longer"):
         async with asyncio.timeout(0.1):  # from memory
             await fake.check("hang", HERE, "other")
+
+
+async def test_one_that_took_too_long_is_tried_again_later(
+    fake: GrammarCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that stood still for a second had a good schema refused until the gateway ended."""
+    monkeypatch.setattr(grammar_check, "OVERRUN_S", 0)
+    with pytest.raises(GrammarRefusedError, match="longer"):
+        await fake.check(f"once {tmp_path / 'seen'}", HERE, "acme")
+    await fake.check(f"once {tmp_path / 'seen'}", HERE, "acme")
 
 
 async def test_one_that_kills_its_child_is_refused(fake: GrammarCheck) -> None:
