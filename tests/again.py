@@ -17,16 +17,27 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 PLACES = (
+    "tests/arch/",
     "tests/e2e/",
     "tests/gateway/",
     "tests/plugins/",
+    "tests/policies/quota/",
+    "tests/policies/scheduling/test_processes",
+    "tests/policies/test_meta",
     "tests/workers/launchers/",
     "tests/workers/model/parallel/",
     "tests/workers/rpc/",
     "tests/workers/test_",
     "tests/workers/transfer/",
 )
-REAL = frozenset({"Site", "Start", "Server", "running", "serving", "subprocess", "signal", "psutil", "WorkerServer"})
+COMPUTING = ("tests/workers/model/", "tests/workers/engine/", "tests/deploy/")
+"""Where a process is started to compute in it, or the tests take minutes: no second try outside ``PLACES``."""
+REAL = frozenset(
+    {
+        *("Site", "Start", "Server", "Serve", "WorkerServer", "OtlpReceiver", "running", "serving", "driving"),
+        *("subprocess", "signal", "psutil", "socket", "GrammarCheck", "HttpClient", "fetch_json"),
+    }
+)
 """Names of a test module: listeners, processes, and what talks to them."""
 AGAIN = "again"
 

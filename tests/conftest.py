@@ -6,11 +6,16 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import again, kernels, order
 
 # Before anything loads torch or numpy: threads of several processes that share two cores mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example took says what else the machine did. Set here, before any test module makes its settings.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

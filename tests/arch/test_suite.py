@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-from tests import ids, order
+from tests import again, ids, order
 from tests.arch.source import ROOT
 
 NOW = 1_800_000_000.0
@@ -133,6 +136,34 @@ def test_the_second_try_begins_with_new_fixtures(ran: str) -> None:
 
 def test_a_shared_fixture_that_fails_meanwhile_is_told_of(ran: str) -> None:
     assert "AssertionError: it does not end" in ran
+
+
+def _names_of(path: Path) -> set[str]:
+    """What a module imports and defines."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(name.asname or name.name).split(".")[0] for name in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+    return names
+
+
+def test_what_talks_to_processes_is_where_a_second_try_is_given() -> None:
+    """And no name is listed that no test module has any more."""
+    real = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        real[path.relative_to(ROOT).as_posix()] = _names_of(path) & again.REAL
+    places = (*again.PLACES, *again.COMPUTING)
+    assert [name for name, found in sorted(real.items()) if found and not name.startswith(places)] == []
+    assert set().union(*real.values()) == again.REAL
+    assert [place for place in places if not any(name.startswith(place) for name in real)] == []
+
+
+def test_no_example_fails_for_the_time_it_took() -> None:
+    """A busy machine fails none of those that are made up; one that hangs ends with the test's own time."""
+    assert settings().deadline is None
+    assert HealthCheck.too_slow in settings().suppress_health_check
 
 
 def test_what_starts_no_process_is_not_tried_again(ran: str) -> None:

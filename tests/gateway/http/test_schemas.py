@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import ApiError
@@ -516,7 +516,6 @@ def test_depth_is_counted_exactly(value: Any, limit: int) -> None:
     assert jsonfields.depth_exceeds(json.dumps(value).encode(), limit) is (depth(value) > limit)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.sampled_from([*schemas.CHAT_FIELDS, "tools"]),

@@ -99,7 +99,7 @@ def test_a_tenant_more_leaves_the_traffic_of_the_others_as_it_was(tmp_path: Path
     assert arrived[0] == arrived[1]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 1000),
     policy=st.sampled_from(["fcfs", "vtc"]),
