@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import openai
 from gateway.app import admin_app, public_app
 from gateway.compose import build
 from gateway.dispatch import Dispatcher
+from gateway.pool import WorkerState
 from gateway.service import Gateway
 from gateway.settings import Settings
 from policies.manager import make_manager, register
@@ -190,6 +191,19 @@ class Settlements:
     def close(self) -> None:
         """Stop counting."""
         self._quota.settle = self._settle  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def held(dispatcher: Dispatcher) -> Iterator[None]:
+    """Nothing is dispatched meanwhile: whatever comes is queued, however fast its workers are."""
+    for handle in dispatcher.workers:
+        handle.state = WorkerState.DRAINING
+    try:
+        yield
+    finally:
+        for handle in dispatcher.workers:
+            handle.state = WorkerState.READY
+        dispatcher.wake()
 
 
 def tickets(site: Site) -> list[Any]:

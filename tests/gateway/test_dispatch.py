@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from gateway.gate import MAX_WAITING
-from gateway.pool import WorkerState
 from gateway.settings import PolicyUse
 from policies.spi import NoConfig, PolicySpec, hookimpl
 from policies.types import Job, JobEvent, RouteDecision, TenantId, Transition
 from tests.gateway.conftest import Start
-from tests.gateway.harness import MODEL, Site, pool, until
+from tests.gateway.harness import MODEL, Site, held, pool, until
 from tests.gateway.tiny_tokenizer import tiny_tokenizer
 from workers.protocol import StepOutputs
 from workers.testing import Echo
@@ -45,16 +44,13 @@ class Samples:
 
 async def backlog(site: Site, tenants: dict[str, int], **body: Any) -> list[asyncio.Task[Any]]:
     """So many requests of each tenant: all of them are queued before the first is dispatched."""
-    workers = site.dispatcher.workers
-    for handle in workers:
-        handle.state = WorkerState.DRAINING
-    calls = [
-        asyncio.create_task(site.complete(tenant, **body)) for tenant, count in tenants.items() for _ in range(count)
-    ]
-    await until(lambda: len(site.dispatcher.queue) == len(calls), "all are queued")
-    for handle in workers:
-        handle.state = WorkerState.READY
-    site.dispatcher.wake()
+    with held(site.dispatcher):
+        calls = [
+            asyncio.create_task(site.complete(tenant, **body))
+            for tenant, count in tenants.items()
+            for _ in range(count)
+        ]
+        await until(lambda: len(site.dispatcher.queue) == len(calls), "all are queued")
     return calls
 
 
@@ -178,15 +174,14 @@ async def test_jobs_go_only_to_workers_with_their_labels(start: Start) -> None:
     changes = {
         "models": [two],
         "policies": OPEN,
-        "classes": {"interactive": {"priority": 1, "max_wait_s": 0.5}},
         "tenants": [
             {"id": "alpha", "requires": {"hardware": "fast"}},
             {"id": "beta", "requires": {"hardware": "faster"}},
         ],
     }
-    async with start(changes) as site:
+    async with start(changes, echo=Echo(step_s=0.01)) as site:
         await until(lambda: site.dispatcher.ready == 2, "both pools")
-        calls = [asyncio.create_task(site.complete(max_tokens=30)) for _ in range(12)]
+        calls = [asyncio.create_task(site.complete(max_tokens=80)) for _ in range(12)]
         await until(lambda: site.dispatcher.in_flight > 4, "they run")
         inflight = {handle.pool: handle.inflight for handle in site.dispatcher.workers}
         assert inflight["plain"] == 0
@@ -202,7 +197,7 @@ async def test_load_is_spread_over_equal_workers(start: Start) -> None:
     changes = {"models": [pool(count=2, max_running=8)], "policies": OPEN}
     async with start(changes, echo=Echo(step_s=0.01)) as site:
         await until(lambda: site.dispatcher.ready == 2, "two workers")
-        calls = [asyncio.create_task(site.complete(max_tokens=60)) for _ in range(8)]
+        calls = [asyncio.create_task(site.complete(max_tokens=600)) for _ in range(8)]
         await until(lambda: site.dispatcher.in_flight == 8, "all run")
         counts = sorted(handle.inflight for handle in site.dispatcher.workers)
         assert counts == [4, 4]
@@ -270,7 +265,7 @@ async def test_a_swap_keeps_every_queued_job(start: Start) -> None:
 
 async def test_a_choice_that_a_stop_string_ended_stops_in_the_engine(start: Start) -> None:
     """Two choices, one meets its stop string early: the engine lets go of it at once and goes on with the other."""
-    async with start({"policies": OPEN}, echo=Echo(step_s=0.003, shift=8)) as site:
+    async with start({"policies": OPEN}, echo=Echo(step_s=0.02, shift=8)) as site:
         ends: list[tuple[int, str | None, int]] = []
         outputs = site.dispatcher._landing.outputs
 
@@ -298,12 +293,12 @@ async def test_the_slots_of_ended_choices_are_given_to_others(start: Start) -> N
     """A request of four choices, three of them over, occupies one slot and not four."""
     changes = {"models": [pool(max_running=4)], "policies": OPEN}
     async with start(changes, echo=Echo(step_s=0.01, shift=8)) as site:
-        prompt = [40 if i in (2, 10, 18) else 60 for i in range(32)]
+        prompt = [40 if i in (2, 10, 18) else 60 for i in range(300)]  # the fourth meets it after 278 tokens
         text = tiny_tokenizer().token_bytes(40).decode()
-        wide = asyncio.create_task(site.complete(prompt=prompt, n=4, max_tokens=200, stop=[text]))
+        wide = asyncio.create_task(site.complete(prompt=prompt, n=4, max_tokens=250, stop=[text]))
         flights = site.dispatcher._desk.flights
         await until(lambda: len(flights) == 1 and len(next(iter(flights)).open) == 1, "three choices are over")
-        others = [asyncio.create_task(site.complete(max_tokens=100)) for _ in range(3)]
+        others = [asyncio.create_task(site.complete(max_tokens=300)) for _ in range(3)]
         handle = site.dispatcher.workers[0]
         await until(lambda: handle.stats.running == 4, "all four slots are used")
         assert handle.stats.waiting == 0
@@ -390,7 +385,7 @@ async def test_a_class_is_lowered_never_raised_and_runs_in_its_own_pool(start: S
 async def test_the_admin_view_of_the_queue(start: Start) -> None:
     changes = {"models": [pool(max_running=1)], "policies": OPEN}
     async with start(changes, echo=Echo(step_s=0.02)) as site:
-        calls = await backlog(site, {"alpha": 4 + MAX_WAITING}, max_tokens=50)
+        calls = await backlog(site, {"alpha": 4 + MAX_WAITING}, max_tokens=500)
         await until(lambda: site.dispatcher.in_flight == 1 + MAX_WAITING, "full")
         view = site.dispatcher.snapshot(limit=2)
         assert (view["model"], view["queued"], view["running"], view["workers_ready"]) == (MODEL, 3, 1 + MAX_WAITING, 1)

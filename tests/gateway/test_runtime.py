@@ -11,7 +11,7 @@ from gateway.settings import PolicyUse
 from policies.spi import NoConfig, PolicyConfigError, PolicySpec
 from policies.types import Principal, TenantId
 from tests.gateway.conftest import Start
-from tests.gateway.harness import pool, until
+from tests.gateway.harness import held, pool, until
 from workers.testing import Echo
 
 
@@ -111,22 +111,24 @@ async def test_a_scheduler_that_loses_jobs_is_not_swapped_in_at_any_model(start:
     spec = PolicySpec("scheduling", "forgetful", NoConfig, lambda config, ctx: _Forgetful(), "Loses jobs.")
     two = [pool(max_running=1), {**pool(max_running=1), "name": "echo2"}]
     async with start({"models": two}, policies=[spec], echo=Echo(step_s=0.01)) as site:
-        calls = [asyncio.create_task(site.complete(model="echo2", max_tokens=10)) for _ in range(8)]
         second = site.gateway.parts.dispatchers["echo2"]
-        await until(lambda: len(second.queue) >= 4, "a backlog at the second model")
-        with pytest.raises(RuntimeError, match="holds 0 of"):
-            await site.gateway.parts.runtime.swap({"scheduling": PolicyUse(use="forgetful")})
-        assert site.dispatcher.snapshot()["policy"] == second.snapshot()["policy"] == "fcfs"
+        await until(lambda: second.ready, "the second model's worker")
+        with held(second):
+            calls = [asyncio.create_task(site.complete(model="echo2", max_tokens=10)) for _ in range(8)]
+            await until(lambda: len(second.queue) == 8, "a backlog at the second model")
+            with pytest.raises(RuntimeError, match="holds 0 of"):
+                await site.gateway.parts.runtime.swap({"scheduling": PolicyUse(use="forgetful")})
+            assert site.dispatcher.snapshot()["policy"] == second.snapshot()["policy"] == "fcfs"
         assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
         assert (await site.complete()).status_code == 200
 
 
 async def test_a_quota_swap_refills_nothing_and_loses_no_slot(start: Start) -> None:
     """DESIGN §4: buckets carry over, and a request that runs across the swap frees its slot in the new policy too."""
-    changes = {"tenants": [{"id": "alpha", "limits": {"tokens_per_minute": 2000, "concurrent": 1}}]}
+    changes = {"tenants": [{"id": "alpha", "limits": {"tokens_per_hour": 2000, "concurrent": 1}}]}
     async with start(changes, echo=Echo(step_s=0.01)) as site:
         runtime = site.gateway.parts.runtime
-        async with site.stream(prompt=[5] * 100, max_tokens=40) as response:
+        async with site.stream(prompt=[5] * 100, max_tokens=150) as response:
             before = int(response.headers["x-ratelimit-remaining-tokens"])
             await runtime.swap({"quota": PolicyUse.model_validate({"use": "token_bucket", "with": {"lease_s": 60}})})
             assert site.slots("alpha") == 1
@@ -144,7 +146,7 @@ async def test_a_request_keeps_the_policies_it_began_with(start: Start) -> None:
     async with start({}, echo=Echo(step_s=0.01)) as site:
         runtime = site.gateway.parts.runtime
         old = runtime.current.quota
-        async with site.stream(max_tokens=30) as response:
+        async with site.stream(max_tokens=150) as response:
             await runtime.swap({"quota": PolicyUse(use="unlimited")})
             assert old.concurrent(TenantId("alpha")) == 1  # type: ignore[attr-defined]
             await response.aread()

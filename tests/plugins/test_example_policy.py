@@ -21,7 +21,7 @@ from policies.registry import Registry
 from policies.testing import checks, suite
 from tests.arch.source import ROOT
 from tests.gateway.conftest import start as start  # the fixture
-from tests.gateway.harness import MODEL, pool, until
+from tests.gateway.harness import MODEL, held, pool, until
 from workers.testing import Echo
 
 PLUGIN = "example_policy"
@@ -101,11 +101,12 @@ async def test_it_is_swapped_in_live(installed: Path, start: Any) -> None:
     """
     changes = {"plugins": [PLUGIN], "models": [pool(max_running=2)]}
     async with start(changes, echo=Echo(step_s=0.01)) as site:
-        asked = [asyncio.create_task(site.complete("alpha", max_tokens=8)) for _ in range(80)]
-        await until(lambda: len(site.dispatcher.queue) > 50, "requests wait")
-        before = (await site.admin.get("/admin/policies")).json()
-        body = {"scheduling": {"use": "turns"}, "shadow_s": 0.5}
-        begun = await site.admin.post("/admin/policies", json=body)
+        with held(site.dispatcher):
+            asked = [asyncio.create_task(site.complete("alpha", max_tokens=8)) for _ in range(80)]
+            await until(lambda: len(site.dispatcher.queue) == 80, "requests wait")
+            before = (await site.admin.get("/admin/policies")).json()
+            body = {"scheduling": {"use": "turns"}, "shadow_s": 0.5}
+            begun = await site.admin.post("/admin/policies", json=body)
         assert begun.status_code == 202, begun.text
         assert begun.json()["shadow"]["state"] == "running"
         asked += [asyncio.create_task(site.complete("beta", max_tokens=8)) for _ in range(3)]
