@@ -116,7 +116,7 @@ async def test_loaded_replaced_and_dropped_while_a_request_runs(tmp_path: Path) 
         assert first.status_code == 201
         assert len(first.json()["workers"]) == 2
         before = await tokens(site, model="mine")
-        async with site.stream(model="mine", prompt=PROMPT, max_tokens=60) as response:
+        async with site.stream(model="mine", prompt=PROMPT, max_tokens=200) as response:
             lines = response.aiter_lines()
             await anext(lines)
             second = await load(site, "mine", "two")

@@ -169,7 +169,7 @@ async def test_a_purge_zeroes_one_tenants_cache_and_signs_for_it(start: Start) -
 async def test_a_purge_while_blocks_are_in_use_is_202_and_complete_later(start: Start) -> None:
     """security 15: never a bare 200; the running stream goes on; what it held is zeroed when it ends."""
     async with start({"models": [pool(max_running=1)]}, echo=Echo(step_s=0.01)) as site:
-        async with site.stream(prompt=[5] * 64, max_tokens=60) as response:
+        async with site.stream(prompt=[5] * 64, max_tokens=200) as response:
             lines = response.aiter_lines()
             await anext(lines)
             late = site.http.build_request(

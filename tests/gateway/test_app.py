@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
         {"id": "beta", "models": ["other-*"]},
         {"id": "narrow", "limits": {"requests_per_minute": 1, "tokens_per_minute": 500, "concurrent": 5}},
         {"id": "low", "class": "batch"},
-        {"id": "slow", "limits": {"requests_per_minute": 30}},
+        {"id": "slow", "limits": {"requests_per_minute": 3}},
     ]
 }
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "ignore_eos": True}

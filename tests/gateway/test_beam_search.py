@@ -80,8 +80,8 @@ async def test_a_stream_of_beams_is_refused(shared: Site) -> None:
 
 async def test_a_slow_search_is_no_missing_first_token(start: Start) -> None:
     """Its answers come at the end, but its progress counts as output."""
-    changes = {**SETTINGS, "timeouts": {"drain_s": 5, "first_token_s": 0.6}}
-    async with start(changes, echo=Echo(step_s=0.05)) as site:
+    changes = {**SETTINGS, "timeouts": {"drain_s": 5, "first_token_s": 1.5}}
+    async with start(changes, echo=Echo(step_s=0.08)) as site:
         answer = await site.complete(**SEARCH, max_tokens=24)
         assert answer.status_code == 200
 

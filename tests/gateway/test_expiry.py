@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Any
 
@@ -28,8 +29,8 @@ def ends_at(second: int) -> dict[str, str]:
 
 async def test_a_stream_outlives_its_token_and_the_next_request_does_not(shared: Site) -> None:
     """security 33: the credential is checked once, when a request comes (docs/api.md)."""
-    expires = int(time.time()) + 2
-    body = {**BODY, "max_tokens": 150, "stream": True}  # three seconds
+    expires = math.ceil(time.time()) + 2
+    body = {**BODY, "max_tokens": 180, "stream": True}  # more than three and a half seconds
     async with shared.http.stream("POST", "/v1/completions", json=body, headers=ends_at(expires)) as response:
         assert response.status_code == 200
         lines = [line async for line in response.aiter_lines()]

@@ -14,7 +14,7 @@ from workers.testing import Echo
 async def test_equal_requests_get_one_strike_per_loss(start: Start) -> None:
     """security 59: several callers may send the same; one loss makes none of them a proven killer."""
     async with start({}, echo=Echo(step_s=0.01)) as site:
-        calls = [asyncio.create_task(site.complete(max_tokens=60)) for _ in range(4)]
+        calls = [asyncio.create_task(site.complete(max_tokens=150)) for _ in range(4)]
         await until(lambda: site.dispatcher.in_flight == 4, "all run")
         worker = site.dispatcher.workers[0]
         assert worker.hello is not None

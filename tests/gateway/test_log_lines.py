@@ -77,7 +77,7 @@ def serve(folder: Path, chosen: dict[str, Any], requests: int) -> str:
             time.sleep(0.02)
         url = json.loads(ready.read_text())["url"]
         for _ in range(requests):
-            answer = httpx.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": "x"})
+            answer = httpx.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": "x"}, timeout=30)
             assert answer.status_code == 401
     finally:
         process.terminate()

@@ -56,7 +56,7 @@ class Traced:
 
     async def tree(self, trace: str, *names: str) -> tuple[Tree, list[ReceivedSpan]]:
         """The trace, once it has its root and ``names``, as one sound tree."""
-        spans = await asyncio.to_thread(self.collector.wait_for_trace, trace, {ROOT, *names}, 15.0)
+        spans = await asyncio.to_thread(self.collector.wait_for_trace, trace, {ROOT, *names}, 30.0)
         return check_tree(spans, remote_parent=CALLER, clock_slack_ns=SLACK_NS), spans
 
     @contextlib.asynccontextmanager
@@ -147,7 +147,7 @@ async def test_the_operation_is_the_endpoint_s(
     answer = await traced.site.http.post(route, json={"model": MODEL, **asked}, headers=headers)
     assert answer.status_code == 200
     wanted = {f"POST {route}", CHAT, INFERENCE}
-    spans = await asyncio.to_thread(traced.collector.wait_for_trace, trace, wanted, 15.0)
+    spans = await asyncio.to_thread(traced.collector.wait_for_trace, trace, wanted, 30.0)
     tree = check_tree(spans, remote_parent=CALLER, clock_slack_ns=SLACK_NS)
     assert tree.root.name == f"POST {route}"
     assert tree.named(CHAT).attributes["gen_ai.operation.name"] == operation
@@ -321,7 +321,7 @@ async def test_preempted(start: Start) -> None:
             "telemetry": {"otlp_endpoint": collector.endpoint},
             "models": [pool(blocks=12, max_running=2, prefix_cache=False)],
         }
-        async with start(changes, echo=Echo(step_s=0.002)) as site:
+        async with start(changes, echo=Echo(step_s=0.01)) as site:
             traced = Traced(site, collector)
             asked = [traced.new() for _ in range(2)]
             prompt = list(range(5, 37))
@@ -376,7 +376,7 @@ async def test_its_worker_is_lost_in_the_middle_of_a_stream(start: Start) -> Non
     """The caller has a part already: an error event, an error in the trace, and nothing repeated."""
     with OtlpReceiver() as collector:
         changes = {"telemetry": {"otlp_endpoint": collector.endpoint}}
-        async with start(changes, echo=Echo(die_after=8, step_s=0.005)) as site:
+        async with start(changes, echo=Echo(die_after=8, step_s=0.03)) as site:
             traced = Traced(site, collector)
             trace, headers = traced.new()
             answer = await traced.post("alpha", headers, max_tokens=50, stream=True)

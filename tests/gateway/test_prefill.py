@@ -75,7 +75,7 @@ async def test_streams_and_choices_go_the_same_way(start: Start) -> None:
 
 async def test_a_decode_worker_runs_everything_while_no_prefill_worker_lives(start: Start) -> None:
     """The one that had the prompt is killed in the middle of it: its caller notices nothing but the time."""
-    async with start(model("prefill", "decode", max_step_tokens=16), echo=Echo(step_s=0.02)) as site:
+    async with start(model("prefill", "decode", max_step_tokens=16), echo=Echo(step_s=0.05)) as site:
         await everybody(site)
         running = asyncio.create_task(site.complete(prompt=LONG))
         prefill = next(one for one in site.dispatcher.workers if one.pool == "prefill")

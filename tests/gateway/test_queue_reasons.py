@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from policies.builtin import forebay_policies
+from policies.types import TenantId
 from tests.gateway.conftest import Start
 from tests.gateway.harness import Site, pool, tickets, until
+from tests.gateway.test_dispatch import drop
 from tests.otlp import OtlpReceiver
 from workers.testing import Echo
 
@@ -34,7 +36,7 @@ RULE = {
 async def waited(site: Site, collector: OtlpReceiver, policy: str) -> dict[str, dict[str, Any]]:
     """The queue spans' attributes of two jobs of alpha and one of beta that waited behind two of beta, by name."""
     assert (await site.admin.post("/admin/policies", json={"scheduling": {"use": policy}})).status_code == 200
-    ahead = [asyncio.create_task(site.complete("beta", max_tokens=60)) for _ in range(2)]
+    ahead = [asyncio.create_task(site.complete("beta", max_tokens=1500)) for _ in range(2)]
     await until(lambda: site.dispatcher.in_flight == 2, "the slot and the line inside are full")
     await until(lambda: any(ticket.first_token_at for ticket in tickets(site)), "one is being served")
     traces, calls = {}, []
@@ -43,7 +45,11 @@ async def waited(site: Site, collector: OtlpReceiver, policy: str) -> dict[str, 
         headers = {"traceparent": f"00-{traces[name]}-{'ab' * 8}-01"}
         calls.append(asyncio.create_task(site.complete(tenant, headers=headers)))
         await until(lambda expected=number + 1: len(site.dispatcher.queue) == expected, "it waits")
-    assert [answer.status_code for answer in await asyncio.gather(*ahead, *calls)] == [200] * 5
+    served, beta = site.dispatcher.queue.served, TenantId("beta")
+    before = served().get(beta, 0)
+    await until(lambda: served().get(beta, 0) > before, "beta is served while they wait")
+    await drop(ahead)
+    assert [answer.status_code for answer in await asyncio.gather(*calls)] == [200] * 3
     found = {}
     for name, trace in traces.items():
         spans = await asyncio.to_thread(collector.wait_for_trace, trace, {"queue", "quota settle"})
@@ -92,7 +98,7 @@ async def test_at_most_five_are_named_and_those_served_most(start: Start, monkey
             "models": [pool(max_running=1)],
         }
         async with start(changes, echo=Echo(step_s=0.002)) as site:
-            hold = asyncio.create_task(site.complete("hold", max_tokens=30))
+            hold = asyncio.create_task(site.complete("hold", max_tokens=3000))
             await until(lambda: site.dispatcher.in_flight == 1, "the slot is taken")
             calls = [
                 asyncio.create_task(site.complete(name, max_tokens=2 + 2 * number, prompt=[9]))
@@ -100,9 +106,11 @@ async def test_at_most_five_are_named_and_those_served_most(start: Start, monkey
             ]
             await until(lambda: len(site.dispatcher.queue) + site.dispatcher.in_flight == tenants + 1, "they wait")
             trace = secrets.token_hex(16)
-            last = await site.complete("alpha", headers={"traceparent": f"00-{trace}-{'ab' * 8}-01"})
-            assert last.status_code == 200
-            await asyncio.gather(hold, *calls)
+            headers = {"traceparent": f"00-{trace}-{'ab' * 8}-01"}
+            last = asyncio.create_task(site.complete("alpha", headers=headers))
+            await until(lambda: len(site.dispatcher.queue) == tenants, "alpha waits as well")
+            await drop([hold])
+            assert {answer.status_code for answer in await asyncio.gather(last, *calls)} == {200}
             spans = await asyncio.to_thread(collector.wait_for_trace, trace, {"queue", "quota settle"})
     [queue] = [span.attributes for span in spans if span.name == "queue"]
     behind = [entry.rsplit("=", 1) for entry in queue["forebay.queue.waited_behind"]]

@@ -13,7 +13,7 @@ from workers.testing import Echo
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ECHO = Echo(step_s=0.01)
+ECHO = Echo(step_s=0.02)
 SETTINGS: dict[str, Any] = {
     "tenants": [
         {"id": "capped", "limits": {"tokens_per_minute": 300}},
@@ -73,7 +73,7 @@ async def test_a_caller_that_vanishes_pays_for_what_ran_and_no_more(shared: Site
 
 async def test_a_refusal_takes_nothing_from_any_limit(shared: Site) -> None:
     """gateway A7: B is refused for concurrency; its request unit is still there for C."""
-    async with shared.stream("pair", max_tokens=30) as first:
+    async with shared.stream("pair", max_tokens=100) as first:
         refused = await shared.complete("pair")
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "concurrent"

@@ -74,15 +74,15 @@ async def test_who_loses_the_connection_finds_the_request_running(shared: Site) 
     with pytest.raises(httpx.ReadTimeout):
         await shared.http.post(
             "/v1/completions",
-            json={"model": MODEL, "prompt": [5, 6], "max_tokens": 20},
+            json={"model": MODEL, "prompt": [5, 6], "max_tokens": 50},
             headers=bearer(**{"idempotency-key": "lost"}),
-            timeout=0.2,
+            timeout=httpx.Timeout(30, read=0.3),
         )
-    answer = await post(shared, key="lost", prompt=[5, 6], max_tokens=20)
+    answer = await post(shared, key="lost", prompt=[5, 6], max_tokens=50)
     settled.close()
     assert answer.headers["x-forebay-replayed"] == "true"
-    assert answer.json()["usage"]["completion_tokens"] == 20
-    assert [usage.output for usage in settled.usages] == [20]
+    assert answer.json()["usage"]["completion_tokens"] == 50
+    assert [usage.output for usage in settled.usages] == [50]
 
 
 async def test_a_request_that_nobody_asks_for_again_is_cancelled(start: Start) -> None:
@@ -93,7 +93,7 @@ async def test_a_request_that_nobody_asks_for_again_is_cancelled(start: Start) -
                 "/v1/completions",
                 json={"model": MODEL, "prompt": [5, 6], "max_tokens": 400},
                 headers=bearer(**KEYED),
-                timeout=0.2,
+                timeout=httpx.Timeout(30, read=0.2),
             )
         await site.at_rest()
         answer = await post(site)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from policies.spi import NoConfig, PolicySpec
 from policies.testing import always, make_job
 from policies.types import TenantId
 from tests.gateway.conftest import Start
-from tests.gateway.harness import MODEL, Site, events, pool, until
+from tests.gateway.harness import MODEL, Site, events, held, pool, until
 from tests.gateway.test_dispatch import OPEN, backlog
 from tests.policies.faulty import WITHHOLDS, Faulty, FaultyError
 from workers.testing import Echo
@@ -60,18 +62,32 @@ async def policies(site: Site) -> dict[str, Any]:
     return answer
 
 
+@contextlib.asynccontextmanager
+async def waiting(site: Site, tenants: dict[str, int]) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """So many requests of each tenant, of which none is dispatched before the block ends."""
+    with held(site.dispatcher):
+        calls = [
+            asyncio.create_task(site.complete(tenant, max_tokens=4))
+            for tenant, count in tenants.items()
+            for _ in range(count)
+        ]
+        await until(lambda: len(site.dispatcher.queue) == len(calls), "all are queued")
+        yield calls
+
+
 @pytest.mark.parametrize("way", ["pop raises", "push raises", "charge works and raises", "loses a job", "denies a job"])
 async def test_a_policy_that_fails_in_its_first_second_is_rolled_back(start: Start, way: str) -> None:
     """issue 4: the queue is kept, every request is answered once, the books say what happened."""
     maker = Maker()
     changes = {"models": [pool(max_running=2)], "policies": {**OPEN, "scheduling": {"use": "vtc"}}}
     async with start(changes, echo=Echo(step_s=0.004), policies=[maker.spec]) as site:
-        calls = await backlog(site, {"alpha": 20, "beta": 20}, max_tokens=4)
-        gone = calls.pop(5)
-        swapped = await site.admin.post("/admin/policies", json=FAULTY)
-        assert (swapped.status_code, swapped.json()["generation"]) == (200, 2)
-        maker.made[-1].way = way
-        gone.cancel()  # a discard
+        async with waiting(site, {"alpha": 20, "beta": 20}) as calls:
+            gone = calls.pop(5)
+            swapped = await site.admin.post("/admin/policies", json=FAULTY)
+            assert (swapped.status_code, swapped.json()["generation"]) == (200, 2)
+            maker.made[-1].way = way
+            gone.cancel()  # a discard
+            await until(lambda: len(site.dispatcher.queue) == len(calls), "it has left")
         late = asyncio.create_task(site.complete("beta", max_tokens=4))  # a push
         await until(lambda: site.gateway.parts.runtime.current.generation == 3, "rolled back")
         now = await policies(site)
@@ -94,9 +110,9 @@ async def test_a_policy_that_lets_nothing_run_is_rolled_back(start: Start) -> No
     maker = Maker()
     changes = {"models": [pool(max_running=2)], "policies": {**OPEN, "scheduling": {"use": "vtc"}}}
     async with start(changes, echo=Echo(step_s=0.004), policies=[maker.spec]) as site:
-        calls = await backlog(site, {"alpha": 5, "beta": 5}, max_tokens=4)
-        await site.admin.post("/admin/policies", json=FAULTY)
-        maker.made[-1].way = WITHHOLDS
+        async with waiting(site, {"alpha": 5, "beta": 5}) as calls:
+            await site.admin.post("/admin/policies", json=FAULTY)
+            maker.made[-1].way = WITHHOLDS
         await until(lambda: site.gateway.parts.runtime.current.generation == 3, "rolled back")
         assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
         assert site.dispatcher.snapshot()["policy"] == "vtc"
@@ -184,10 +200,10 @@ async def test_a_candidate_watches_and_takes_over(start: Start) -> None:
     """issue 4: fed the same events, counted against the live one for N seconds, then switched; visible meanwhile."""
     changes = {"models": [pool(max_running=2)], "policies": OPEN}
     async with start(changes, echo=Echo(step_s=0.004)) as site:
-        calls = await backlog(site, {"alpha": 40, "beta": 40}, max_tokens=4)
-        begun = await site.admin.post(
-            "/admin/policies", json={"scheduling": {"use": "vtc", "with": {"output_cost": 3}}, "shadow_s": 2}
-        )
+        async with waiting(site, {"alpha": 40, "beta": 40}) as calls:
+            begun = await site.admin.post(
+                "/admin/policies", json={"scheduling": {"use": "vtc", "with": {"output_cost": 3}}, "shadow_s": 2}
+            )
         assert begun.status_code == 202
         assert begun.json()["policies"]["scheduling"]["use"] == "fcfs"
         assert begun.json()["shadow"]["state"] == "running"
@@ -209,9 +225,9 @@ async def test_a_candidate_that_raises_is_discarded(start: Start) -> None:
     maker = Maker()
     changes = {"models": [pool(max_running=2)], "policies": OPEN}
     async with start(changes, echo=Echo(step_s=0.004), policies=[maker.spec]) as site:
-        calls = await backlog(site, {"alpha": 20}, max_tokens=4)
-        await site.admin.post("/admin/policies", json={**FAULTY, "shadow_s": 20})
-        maker.made[-1].way = "pop raises"
+        async with waiting(site, {"alpha": 20}) as calls:
+            await site.admin.post("/admin/policies", json={**FAULTY, "shadow_s": 20})
+            maker.made[-1].way = "pop raises"
         await until(lambda: not _trial(site).running, "noticed")
         now = await policies(site)
         assert now["shadow"]["state"] == "discarded"

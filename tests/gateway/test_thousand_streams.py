@@ -54,12 +54,12 @@ async def lose_the_worker(site: Site) -> None:
     """``CROWD`` streams, all past their first token, and their worker killed."""
 
     async def body() -> str:
-        async with site.stream(max_tokens=200) as answer:
+        async with site.stream(max_tokens=3000) as answer:
             return "".join([text async for text in answer.aiter_text()])
 
     crowd = [asyncio.create_task(body()) for _ in range(CROWD)]
     await until(
-        lambda: len(tickets(site)) == CROWD and all(ticket.first_token_at for ticket in tickets(site)), "all run", 20
+        lambda: len(tickets(site)) == CROWD and all(ticket.first_token_at for ticket in tickets(site)), "all run"
     )
     [worker] = site.dispatcher.workers
     assert worker.hello is not None
@@ -99,20 +99,20 @@ async def test_a_thousand_streams(start: Start, monkeypatch: pytest.MonkeyPatch)
     with OtlpReceiver() as collector:
         changes = {
             "telemetry": {"otlp_endpoint": collector.endpoint},
-            "models": [pool(blocks=512, max_running=32)],
+            "models": [pool(blocks=8192, max_running=32)],
             "policies": {"scheduling": {"use": "vtc"}},
         }
-        async with start(changes, echo=Echo(step_s=0.001, blocks=512)) as site:
+        async with start(changes, echo=Echo(step_s=0.001)) as site:
             gate = asyncio.Semaphore(100)
             await asyncio.gather(*(one(site, kind, gate) for kind in kinds))
-            await site.at_rest(20)
+            await site.at_rest()
             telemetry = site.gateway.parts.telemetry
             assert await asyncio.to_thread(telemetry.flush, 20.0)
             began = await site.metric("forebay_requests_total")
             dispatches = await site.metric("forebay_route_decisions_total")
             # The worker sends by itself: what it has of these must be here before it dies.
             await asyncio.to_thread(
-                collector.wait, lambda spans: sum(span.name == INFERENCE for span in spans) >= dispatches, 20.0
+                collector.wait, lambda spans: sum(span.name == INFERENCE for span in spans) >= dispatches, 30.0
             )
 
             await lose_the_worker(site)

@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
             "id": "one",
             "organisation": "acme",
             "cost_centre": "=1+1",
-            "limits": {"tokens_per_day": 100_000},
+            "limits": {"tokens_per_day": 5_000},
             "user_limits": {"concurrent": 3},
         },
         {"id": "two"},
@@ -80,13 +80,13 @@ async def test_reports_are_what_callers_were_told(shared: Site) -> None:
     assert [(row["day"], row["model"], row["requests"]) for row in only["rows"]] == [(today().isoformat(), MODEL, 1)]
 
     own = await shared.http.get("/v1/usage", headers=bearer("one", "bob"))
-    assert own.headers["x-ratelimit-limit-tokens"] == "100000"
+    assert own.headers["x-ratelimit-limit-tokens"] == "5000"
     body = own.json()
     assert (body["user"], body["month"]["requests"], body["month"]["input_tokens"]) == ("bob", 1, 40)
     limits = {(item["level"], item["limit"]): item for item in body["limits"]}
     assert limits["organisation", "currency_per_month"]["maximum"] == "5"
     assert float(limits["organisation", "currency_per_month"]["remaining"]) == pytest.approx(5 - 0.0125 - 0.009)
-    assert limits["tenant", "tokens_per_day"]["remaining"] == pytest.approx(100_000 - 115, abs=2)
+    assert limits["tenant", "tokens_per_day"]["remaining"] == pytest.approx(5_000 - 115, abs=2)
     assert limits["user", "concurrent"]["remaining"] == 3
     assert "acme" not in own.text
 
@@ -153,8 +153,8 @@ async def test_a_swap_to_a_policy_without_memory_says_so(shared: Site) -> None:
 async def test_a_reload_keeps_the_figures_while_requests_run(shared: Site) -> None:
     """One file, one set of books: what runs across the swap is settled once."""
     before = (await shared.admin.get("/admin/usage")).json()["total"]["requests"]
-    running = asyncio.create_task(spend(shared, "two", "across", 5, 400))
-    await until(lambda: shared.slots("two") == 1, "it runs")
+    running = asyncio.create_task(spend(shared, "two", "across", 5, 1500))
+    await until(lambda: shared.dispatcher.queue.running == 1, "it runs")
     change = {"quota": {"use": "ledger", "with": {"lease_s": 800}}}
     assert (await shared.admin.post("/admin/policies", json=change)).status_code == 200
     assert shared.slots("two") == 1

@@ -41,7 +41,7 @@ def of(port: int) -> list[dict[str, str]]:
 async def test_what_a_worker_told_is_in_the_info_metric_and_in_both_resources(start: Start) -> None:
     with OtlpReceiver() as collector:
         changes = {"telemetry": {"otlp_endpoint": collector.endpoint}, "models": [pool(count=2)]}
-        async with start(changes, echo=Echo(load_s=0.5, revision="sha256:beef"), ready=False) as site:
+        async with start(changes, echo=Echo(load_s=1.5, revision="sha256:beef"), ready=False) as site:
             assert await scraped(site) == [OWN], "nobody has said hello"
             await until(lambda: len(site.dispatcher.workers) == 2, "both are ready")
             handle = site.dispatcher.workers[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -175,9 +176,11 @@ def test_mistakes_are_named(words: list[str], message: str) -> None:
     assert message in str(done.exception)
 
 
-def test_the_command_says_that_nobody_listens(unused_tcp_port: int) -> None:
-    words = ["bench", "serve", "--url", f"http://127.0.0.1:{unused_tcp_port}", "--model", "m", "--concurrency", "1"]
-    done = CliRunner().invoke(app, words)
+def test_the_command_says_that_nobody_listens() -> None:
+    with socket.socket() as taken:  # nobody else can listen there meanwhile
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        done = CliRunner().invoke(app, ["bench", "serve", "--url", url, "--model", "m", "--concurrency", "1"])
     assert isinstance(done.exception, UserError)
     assert "every request of the warm-up failed: connection" in str(done.exception)
 

@@ -54,7 +54,7 @@ async def test_what_an_operator_does_with_caches(start: Start, tmp_path: Path) -
         assert json.loads(out)["public_prefixes"] == [made]
         code, _, err = await forebay_cache("unshare", made["id"], *at)
         assert code == 0, err
-        async with site.stream(prompt=[50] * 64, max_tokens=1000) as response:
+        async with site.stream(prompt=[50] * 64, max_tokens=3000) as response:
             lines = response.aiter_lines()
             await anext(lines)
             code, out, err = await forebay_cache("purge", "alpha", *at)

@@ -93,10 +93,10 @@ def test_the_listener_answers_while_draining() -> None:
     with running(drain_s=60) as process:
         url = line(process)
         assert line(process) == "start"
-        assert httpx.get(url).json() == {"draining": False}
+        assert httpx.get(url, timeout=30).json() == {"draining": False}
         process.send_signal(signal.SIGTERM)
         assert line(process) == "drain"
-        assert httpx.get(url).json() == {"draining": True}
+        assert httpx.get(url, timeout=30).json() == {"draining": True}
         process.send_signal(signal.SIGINT)
         assert line(process) == "stop"
         assert process.wait(30) == 130

@@ -234,7 +234,7 @@ async def test_to_htmx_a_fragment_to_a_form_a_page(shared: Site) -> None:
 async def test_a_drained_worker_finishes_and_comes_back(start: Start) -> None:
     async with start(echo=Echo(step_s=0.02)) as site, visitor(site) as mine:
         (before,) = site.dispatcher.workers
-        running = asyncio.create_task(site.complete(max_tokens=40))
+        running = asyncio.create_task(site.complete(max_tokens=120))
         await until(lambda: site.dispatcher.in_flight, "it runs")
         answer = await mine.post("/console/actions/drain", worker=before.name)
         assert (answer.status_code, f"{before.name} drains" in answer.text) == (200, True)

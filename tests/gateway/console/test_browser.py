@@ -96,7 +96,7 @@ async def test_axe_finds_nothing_serious_in_what_only_some_workers_show(
     engine = {"blocks": 256, "max_running": 8, "adapters": [{"name": "law", "source": write(tmp_path, "law")}], **ROOM}
     pools = [{"name": role, "launch": {"use": "echo"}, "engine": {**engine, "role": role}} for role in ROLES]
     async with start({"models": [{**pool(), "pools": pools}]}) as site:
-        await until(lambda: len(site.dispatcher.workers) == len(ROLES), "both workers are there", 20)
+        await until(lambda: len(site.dispatcher.workers) == len(ROLES), "both workers are there")
         assert (await site.complete(prompt=[5, 6, 7, 8] * 50)).status_code == 200
         for theme in ("light", "dark"):
             async with tab(browser, site, color_scheme=theme, viewport={"width": 390, "height": 844}) as opened:
