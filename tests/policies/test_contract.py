@@ -76,13 +76,15 @@ def _keeper() -> Iterator[dict[str, Any]]:
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever)
         thread.start()
-        quota = LedgerQuota(path, LedgerConfig(serve=True))
-        asyncio.run_coroutine_threadsafe(quota.start(), loop).result(30)
-        yield {"path": str(path), "timeout_s": 30.0}
-        asyncio.run_coroutine_threadsafe(quota.close(), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
-        loop.close()
+        try:
+            quota = LedgerQuota(path, LedgerConfig(serve=True))
+            asyncio.run_coroutine_threadsafe(quota.start(), loop).result(30)
+            yield {"path": str(path), "timeout_s": 30.0}
+            asyncio.run_coroutine_threadsafe(quota.close(), loop).result(30)
+        finally:  # a thread that runs on keeps the whole run from ending
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(30)
+            loop.close()
 
 
 SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[dict[str, Any]]]] = {"quota.shared": _keeper}

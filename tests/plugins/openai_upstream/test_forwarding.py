@@ -83,6 +83,7 @@ async def test_max_running_gates_and_the_rest_waits_here_in_order(front: Front) 
         nonlocal running_now, most
         running_now += 1
         most = max(most, running_now)
+        await until(lambda: most >= 4, "as many as may run are there")
         await asyncio.sleep(0.02)
         running_now -= 1
         await exchange.whole(stream("ok"))
