@@ -141,11 +141,14 @@ def test_responses_are_parsed_into_the_callers_type(server: Server) -> None:
 def test_tokens_are_counted_as_a_chat_counts_them(server: Server) -> None:
     headers = server.authorization("search")
     url = server.info["url"]
-    counted = httpx.post(f"{url}/tokenize", json={"model": MODEL, "messages": CAPITAL}, headers=headers).json()
+    counted = httpx.post(
+        f"{url}/tokenize", json={"model": MODEL, "messages": CAPITAL}, headers=headers, timeout=60
+    ).json()
     chat = server.client().chat.completions.create(**SHORT)
     assert chat.usage is not None
     assert counted["count"] == chat.usage.prompt_tokens
-    text = httpx.post(f"{url}/detokenize", json={"model": MODEL, "tokens": counted["tokens"]}, headers=headers).json()
+    ids = {"model": MODEL, "tokens": counted["tokens"]}
+    text = httpx.post(f"{url}/detokenize", json=ids, headers=headers, timeout=60).json()
     assert "What is the capital of France?<|im_end|>" in text["prompt"]
 
 

@@ -105,4 +105,4 @@ async def test_a_client_that_leaves_frees_its_blocks(server: Server, stream: boo
         await asyncio.sleep(0.3)
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
-    await asyncio.to_thread(until, lambda: at_rest(server), "its blocks given back", 10)
+    await asyncio.to_thread(until, lambda: at_rest(server), "its blocks given back")

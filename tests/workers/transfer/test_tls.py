@@ -23,7 +23,7 @@ class Encrypted:
 
     def __init__(self, tls: TlsFiles | None, server: TlsFiles) -> None:
         self.prefill = Side(config("prefill"), blocks=256)
-        self.decode = Side(config("decode", transfer={"timeout_s": 5}), GrpcConnector(tls))
+        self.decode = Side(config("decode", transfer={"timeout_s": 30}), GrpcConnector(tls))
         self.server = WorkerServer(
             "127.0.0.1:0",
             lambda message: None,

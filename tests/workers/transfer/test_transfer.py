@@ -37,7 +37,7 @@ class Pair:
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    made = Pair(transfer={"timeout_s": 5})
+    made = Pair(transfer={"timeout_s": 30})
     yield made
     await made.close()
 
