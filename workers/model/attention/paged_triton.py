@@ -184,7 +184,7 @@ class TritonAttention:
         return sum(len(forms[0]) for forms in getattr(_attend, "device_caches", {}).values())
 
     def hold(self, rows: int, width: int, cache: KvCache) -> PagedStep:
-        """As ``graphs.GraphBackend``; the first call must be the one with most rows.
+        """As ``graphs.GraphBackend``; the first call should be the one with most rows.
 
         One is replayed at a time, so all have their tables in the same memory: at a long context they take most of it.
         """
@@ -192,7 +192,7 @@ class TritonAttention:
         def numbers(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=cache.data.device)
 
-        if self._held is None:
+        if self._held is None or self._held.shape[1] != width or len(self._held) < rows:
             self._held = numbers(rows, width)
         every = torch.arange(rows, device=cache.data.device)
         tiles = [Tiles(self._few, every, numbers(rows))]
