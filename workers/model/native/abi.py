@@ -12,11 +12,12 @@ Fields = list[tuple[str, Any]]
 
 class Linear(ctypes.Structure):
     """Packed weights, an fp32 bias or null, columns (padded to 32), rows; how panels are stored and their bytes, how
-    many are stored so, and how those behind them are."""
+    many are stored so, and how those behind them are; where panels of different sizes begin, or null."""
 
     _fields_: ClassVar[Fields] = [
         *(("w", POINTER), ("bias", POINTER)),
         *((name, LONG) for name in ("n", "k", "kind", "stride", "first", "later_kind", "later_stride")),
+        ("starts", POINTER),
     ]
 
 

@@ -34,6 +34,7 @@ SOURCES = (
     "integers.h",
     "quantised.h",
     "fixed.h",
+    "folded.h",
     "linear.h",
     "kept.h",
     "attention.h",
@@ -185,4 +186,6 @@ def load() -> ctypes.CDLL:
     lib.fb_destroy.argtypes = [ctypes.c_void_p]
     lib.fb_step.restype = ctypes.c_int
     lib.fb_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    lib.fb_fold.restype = ctypes.c_long
+    lib.fb_fold.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     return lib

@@ -168,16 +168,20 @@ class NativeDecoder:
         threads: int,
         *,
         low_width: int = 0,
+        folds: bool = True,
     ) -> None:
-        """``low_width``: of the adapters that steps may bring (``adapters.low_width``); 0: none."""
+        """``low_width``: of the adapters that steps may bring (``adapters.low_width``); 0: none. ``folds``: keep
+        bfloat16 weights in fewer bits where that is exact."""
         reason = unsupported(config, cache.block_size, dtype, torch.device("cpu"), cache.kv_dtype)
         if reason:
             raise NativeUnavailableError(reason)
         self._lib = load()
         self.isa = self._lib.fb_isa().decode()
-        self.config, self._threads, self._dtype = config, threads, dtype
+        self.config, self._threads, self._dtype, self._folds = config, threads, dtype, folds
         self.rows_computed = 0
         """Rows that went through the linears since the start: exactly the planned tokens."""
+        self.folded_away = 0
+        """Bytes of ``weight_bytes`` that are not taken: what folding saves."""
         self._kept: list[object] = [cache]
         self._bytes = 0
         self._ropes = {
@@ -265,7 +269,7 @@ class NativeDecoder:
         return self._logits[:samples, : self.config.vocab], self._best[:samples]
 
     def weight_bytes(self) -> int:
-        """Bytes of all packed weights; a tied head counts once."""
+        """Bytes of all packed weights, before they are folded; a tied head counts once."""
         return self._bytes
 
     def close(self) -> None:
@@ -335,8 +339,12 @@ class NativeDecoder:
 
     def _packed(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
         packed = pack.packed(weight, self._dtype)
+        self._bytes += packed.nbytes
+        if self._folds:
+            dense = packed.nbytes
+            packed = pack.folded(packed, weight.shape[1], self._lib.fb_fold)
+            self.folded_away += dense - packed.nbytes
         self._kept.append(packed)
-        self._bytes += packed.memory.nbytes
         if bias is not None:
             bias = pack.padded_bias(bias)
             self._kept.append(bias)

@@ -4,13 +4,15 @@
 // quantised weights (quantised.h) the same numbers in fewer bits.
 // One register tile is up to kRows rows x 32 columns; the sum over k runs in one accumulator in order, so a row's result
 // depends neither on the other rows nor on how many there are.
-// Quantised: the first tile multiplies weights as it unpacks them, and leaves them unpacked for the other tiles.
+// Quantised, or folded (folded.h): the first tile multiplies weights as it unpacks them, and leaves them unpacked for the
+// other tiles.
 // kInt8: codes are multiplied as integers with inputs in block floating point (fixed.h), and the exact sum of each group
 // of 32 is scaled and added in fp32, group after group. Not even how a machine adds up changes a bit.
 #pragma once
 #include <algorithm>
 
 #include "fixed.h"
+#include "folded.h"
 #include "lora.h"
 
 namespace fb {
@@ -27,8 +29,9 @@ struct Linear {
   long n, k;          // n is padded to a multiple of 32
   long kind, stride;  // Kind, and the bytes of a panel
   long first, later_kind, later_stride;  // so many panels are of that kind, those behind them of this one
+  const long* starts;  // where panels begin, in bytes, and the last ends, when their sizes differ; or null
   const uint8_t* panel(long p) const {
-    return (const uint8_t*)w + std::min(p, first) * stride + std::max(p - first, 0L) * later_stride;
+    return (const uint8_t*)w + (starts ? starts[p] : std::min(p, first) * stride + std::max(p - first, 0L) * later_stride);
   }
   long kind_of(long p) const { return p < first ? kind : later_kind; }
   bool integers() const { return kind == kInt8 || later_kind == kInt8; }
@@ -56,10 +59,7 @@ void accumulate(const typename P::T* x, long ldx, const typename P::T* w, long k
   constexpr bool kFetched = Streamed && R > kFollowed;
   for (long i = 0; i < k; i += P::K) {
     typename P::W w0 = P::loadw(w), w1 = P::loadw(w + 16 * P::K);
-    for (int b = 0; kFetched && b < 128; b += 64) {
-      prefetch_l2((const char*)w + kFar + b);
-      prefetch((const char*)w + kNear + b);
-    }
+    if (kFetched) fetch<2, kFar, kNear>(w);
     w += kPanel * P::K;
     unrolled<R>([&](auto r) FB_INLINE {
       const typename P::T* one = at[r / 3] + r % 3 * ldx;
@@ -125,8 +125,66 @@ inline Fused<P> reader(long rows) {
     return fused<P, Read, 0>;
 }
 
+// `fused` over a folded panel.
+template <class P, int R>
+void unfolded(const typename P::T* x, long ldx, const uint8_t* panel, long k, typename P::T* out, long next, Sums& sums) {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+  constexpr bool kFetched = R > kFollowed;
+  constexpr int kPointers = (R + 2) / 3;
+  V a[R + 1][2];
+  unrolled<R>([&](auto r) FB_INLINE { a[r][0] = a[r][1] = zero(); });
+  const typename P::T* at[kPointers + 1];  // as in `accumulate`
+  unrolled<kPointers>([&](auto t) FB_INLINE { at[t] = x + 3 * t * ldx; });
+  const auto step = [&](__m512i low, __m512i high) FB_INLINE {
+    if (next) {
+      _mm512_storeu_si512(out, low);
+      _mm512_storeu_si512(out + 16 * P::K, high);
+      out += next;
+    }
+    unrolled<R>([&](auto r) FB_INLINE {
+      const typename P::T* one = at[r / 3] + r % 3 * ldx;
+      a[r][0] = P::mac(a[r][0], (typename P::W)low, one);
+      a[r][1] = P::mac(a[r][1], (typename P::W)high, one);
+    });
+    unrolled<kPointers>([&](auto t) FB_INLINE {
+      at[t] += P::K;
+      hidden(at[t]);
+    });
+  };
+  const Unfold unfold(panel);
+  const uint8_t *stayed = panel + 32, *w = panel + folded_head(k);
+  for (long g = 0; g < k / kFoldedRows; g++) {
+    if (stayed[g / 8] >> g % 8 & 1) {
+      for (const uint8_t* end = w + kUnfolded; w < end; w += 128) {
+        if (kFetched) fetch<2, kFar, kNear>(w);
+        step(_mm512_loadu_si512(w), _mm512_loadu_si512(w + 64));
+      }
+      continue;
+    }
+    for (const uint8_t* end = w + kFoldedGroup; w < end; w += 192) {
+      if (kFetched) fetch<3, kFar, kNear>(w);
+      const __m512i codes = _mm512_loadu_si512(w);
+      step(unfold(codes, w + 64), unfold(_mm512_srli_epi16(codes, 4), w + 96));
+      step(unfold(_mm512_srli_epi16(codes, 8), w + 128), unfold(_mm512_srli_epi16(codes, 12), w + 160));
+    }
+  }
+  unrolled<R>([&](auto r) FB_INLINE { sums[r][0] = a[r][0], sums[r][1] = a[r][1]; });
+#endif
+}
+
+// `unfolded` for so many rows, 0 <= rows <= kRows.
+template <class P, int R = kRows>
+inline Fused<P> unfolder(long rows) {
+  if constexpr (R > 0)
+    return rows == R ? unfolded<P, R> : unfolder<P, R - 1>(rows);
+  else
+    return unfolded<P, 0>;
+}
+
 template <class P>
 inline Fused<P> reader(long kind, long rows) {
+  if constexpr (kFolds && P::K == 2)
+    if (kind == kFolded) return unfolder<P>(rows);
   return kind == kQ8 || kind == kInt8 ? reader<P, ReadQ8<P>>(rows)
          : kind == kQ4 ? reader<P, ReadQ4<P>>(rows) : reader<P, ReadQ4K<P>>(rows);
 }

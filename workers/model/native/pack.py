@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ _POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE`` of Linux 5.14."""
 KINDS = {Q8_0: 1, Q4: 2, Q4K: 3, Q8: 4}
 """``Kind`` of quantised.h."""
+FOLDED = 5
+"""The same of folded bfloat16 weights."""
 
 
 def buffer(count: int, dtype: torch.dtype) -> Tensor:
@@ -121,6 +124,13 @@ class Packed:
     memory: Tensor
     runs: tuple[tuple[int, int, int], ...]
     """One or two: ``Kind``, panels, bytes of a panel."""
+    starts: Tensor | None = None
+    """Where panels begin that differ in size, and the last ends; int64."""
+
+    @property
+    def nbytes(self) -> int:
+        """What the kernel reads."""
+        return self.memory.nbytes + (0 if self.starts is None else self.starts.nbytes)
 
 
 def packed(weight: Matrix, dtype: torch.dtype) -> Packed:
@@ -138,6 +148,21 @@ def packed(weight: Matrix, dtype: torch.dtype) -> Packed:
         memory = buffer(sum(piece.nbytes for piece in pieces), torch.uint8)
         torch.cat(pieces, out=memory)
     return Packed(memory, runs)
+
+
+def folded(dense: Packed, k: int, fold: Callable[..., int]) -> Packed:
+    """Dense bfloat16 panels in 12 bits a weight, exactly (``folded.h``); others, and those it would not make much
+    smaller, as they are. ``fold``: the kernel's."""
+    ((kind, panels, _), *others) = dense.runs
+    if kind or others or dense.memory.dtype != torch.bfloat16:
+        return dense
+    most = fold(None, panels, k, None, None)
+    if not most:
+        return dense
+    room = buffer(most, torch.uint8)  # what is not written to takes no memory
+    starts = torch.empty(panels + 1, dtype=torch.int64)
+    size = fold(dense.memory.data_ptr(), panels, k, room.data_ptr(), starts.data_ptr())
+    return Packed(room[:size], ((FOLDED, panels, 0),), starts) if size else dense
 
 
 def _run(kind: int, rows: int, made: Tensor) -> tuple[int, int, int]:
@@ -158,4 +183,5 @@ def linear(made: Packed, k: int, bias: Tensor | None = None) -> Linear:
         first=first,
         later_kind=later_kind,
         later_stride=later_stride,
+        starts=None if made.starts is None else made.starts.data_ptr(),
     )

@@ -16,16 +16,16 @@
 
 namespace fb {
 
-enum Kind { kDense, kQ8, kQ4, kQ4K, kInt8 };
+enum Kind { kDense, kQ8, kQ4, kQ4K, kInt8, kFolded };  // the last: folded.h
 constexpr long kPanel = 32, kGroup32 = 32, kSuper = 8, kStride = 4;  // kStride: rows of k that are unpacked at a time
 constexpr long kCodes = kPanel * kGroup32, kHalves = kPanel * 2;
 constexpr long kAheadFar = 16 << 10, kAheadNear = 1 << 10;  // bytes that codes are fetched ahead into L2 and L1
 
-template <long kLines>
+template <long kLines, long kL2 = kAheadFar, long kL1 = kAheadNear>
 FB_INLINE inline void fetch(const void* p) {
   for (long b = 0; b < 64 * kLines; b += 64) {
-    prefetch_l2((const char*)p + kAheadFar + b);
-    prefetch((const char*)p + kAheadNear + b);
+    prefetch_l2((const char*)p + kL2 + b);
+    prefetch((const char*)p + kL1 + b);
   }
 }
 

@@ -384,6 +384,8 @@ void* fb_create(const FbModel* m, int threads) try {
 
 void fb_destroy(void* engine) { delete static_cast<Engine*>(engine); }
 
+long fb_fold(const void* dense, long panels, long k, void* out, long* starts) { return fold(dense, panels, k, out, starts); }
+
 // 0; 1 when the step is larger than the handle was made for; 2 when memory for its plan is not there (nothing ran).
 int fb_step(void* engine, const FbStep* s) try {
   Engine* e = static_cast<Engine*>(engine);

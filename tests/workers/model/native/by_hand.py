@@ -26,13 +26,14 @@ class Kernel:
         block: int = BLOCK,
         blocks: int = 160,
         kv_dtype: str = "auto",
+        folds: bool = True,
     ) -> None:
         config = read_config(directory)
         self.cache = NativeCache(config, blocks, block, dtype, kv_dtype)
         self.block = block
         with SafetensorsSource(directory) as source, torch.inference_mode():
             weights = Weights(source, dtype, torch.device("cpu"))
-            self.decoder = NativeDecoder(config, weights, 4096, self.cache, dtype, threads)
+            self.decoder = NativeDecoder(config, weights, 4096, self.cache, dtype, threads, folds=folds)
 
     def run(self, *chunks: tuple[list[int], int, list[int]], sampled: list[int] | None = None) -> Tensor:
         """Logits of all rows of chunks (known tokens, first position computed, block table), or of ``sampled`` ones."""
