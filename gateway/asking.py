@@ -17,7 +17,7 @@ from msgspec.structs import replace as with_fields
 
 from gateway.errors import bad_request
 from gateway.http.embeddings import EmbeddingsRequest
-from gateway.http.schemas import ChatRequest, Message, Request
+from gateway.http.schemas import ChatRequest, CompletionRequest, Message, Request
 from workers.protocol import Ask, Generate, SamplingParams
 
 if TYPE_CHECKING:
@@ -50,6 +50,13 @@ def unaskable(request: Request) -> str | None:
 def refuse_unaskable(request: Request, model: str) -> None:
     """For a model that only upstreams run. Raises ApiError 400."""
     param = unaskable(request)
+    if isinstance(request, CompletionRequest) and request.echo and not isinstance(request.prompt, str):
+        raise bad_request(
+            f"echo of token ids is not there for the model {model[:128]!r}: its tokenizer is not here, and ids have no "
+            "text without it. Send the prompt as text.",
+            param="echo",
+            code="unsupported_parameter",
+        )
     if param is not None:
         what = "echo with logprobs" if param == "echo" else param
         raise bad_request(

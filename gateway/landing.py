@@ -16,6 +16,8 @@ from gateway import log
 from gateway.desk import Desk
 from gateway.errors import ApiError, bad_request, internal, timed_out, unavailable
 from gateway.flights import Flight
+from gateway.http.fieldnames import own_name, shape_param
+from gateway.http.schemas import Request
 from gateway.pool_roles import PoolRoles
 from gateway.retry import MAX_REFUSALS, MAX_RETRIES, MAX_STRIKES, QuarantinedError, RetryBudget, Strikes, fingerprint
 from gateway.settings import FallbackReason
@@ -139,7 +141,7 @@ class Landing:
         elif delta.billed:
             self._produced(flight, output.index, delta.billed, now)
         if delta.error is not None or (delta.finish == "cancelled" and not ticket.cancelled):
-            self._failed(flight, delta.error or "cancelled", now, output.retry_after_s)
+            self._failed(flight, delta.error or "cancelled", now, output)
             return
         if delta.stopped and not flight.answered:
             self._desk.stop(flight, output.index)
@@ -190,7 +192,7 @@ class Landing:
         if ticket.produced(now):
             self._desk.monitor.event(ticket.job, Transition.FIRST_TOKEN, now, worker=ticket.worker)
 
-    def _failed(self, flight: Flight, code: str, now: float, retry_after_s: float | None) -> None:
+    def _failed(self, flight: Flight, code: str, now: float, output: SequenceOutput) -> None:
         """A choice ended by an error: so does the request, or its attempt."""
         ticket = flight.ticket
         whole = not flight.open
@@ -206,7 +208,8 @@ class Landing:
             ticket.retries += 1
             self._desk.requeue([ticket], RequeueReason.WORKER_LOST, now)
         else:
-            self._desk.end(ticket, _worker_error(code, retry_after_s), now)
+            error = _worker_error(code, ticket.prepared.request, output.retry_after_s, output.error_param)
+            self._desk.end(ticket, error, now)
 
     def _handed_on(self, ticket: Ticket, code: str, now: float) -> bool:
         """Whether it is queued again: handed back unstarted, or turned away where another worker may still take it."""
@@ -259,30 +262,38 @@ class Landing:
         return ticket.fingerprint
 
 
-def _worker_error(code: str, retry_after_s: float | None) -> ApiError:
-    """What the caller is told. An upstream's own words never are: they may say where and what it is."""
+def _worker_error(code: str, request: Request, retry_after_s: float | None, field: str) -> ApiError:
+    """What the caller is told. An upstream's own words never are: they may say where and what it is. ``field``: which
+    one of those that it was sent it will not have."""
     upstream = _upstream_error(code, retry_after_s)
     if upstream is not None:
         return upstream
     if code == "prompt_too_long":
         return bad_request(
-            "The prompt and max_tokens do not fit the model's cache. Shorten the prompt or lower max_tokens.",
-            param="messages",
+            "The prompt and max_tokens do not fit the model's cache. Shorten the prompt or lower "
+            f"{request.max_tokens_param}.",
+            param=request.content_param,
             code="context_length_exceeded",
         )
     if code == "grammar":
         return bad_request(
             "The answer's grammar became too complex on the way, or allowed no token any more. Simplify the schema.",
-            param="response_format",
+            param=shape_param(request),
             code="invalid_grammar",
         )
     if code == "bad_request":
-        return bad_request("The model's worker refused the request's parameters.")
+        return _refused(own_name(request, field) if field else None)
     if code in REFUSED:
         return unavailable("No worker could take this request.", "worker_overloaded")
     return ApiError(
         500, "The worker failed while it ran this request.", type="server_error", code="worker_error", retry_after_s=1.0
     )
+
+
+def _refused(param: str | None) -> ApiError:
+    if param is None:
+        return bad_request("The model's worker refused the request's parameters. Leave optional ones out.")
+    return bad_request(f"The server behind this model refuses this {param}. Change it or leave it out.", param=param)
 
 
 def _upstream_error(code: str, retry_after_s: float | None) -> ApiError | None:

@@ -43,6 +43,8 @@ class Toolbox:
     """May one answer hold several calls?"""
     named: str | None = None
     """With ``choice="named"``: the one that must be called."""
+    allowed: tuple[str, ...] | None = None
+    """The names of those that may be called, of all that the model sees; None: any."""
 
     @property
     def shown(self) -> tuple[Tool, ...]:
@@ -52,13 +54,19 @@ class Toolbox:
     @property
     def callable(self) -> tuple[Tool, ...]:
         """Tools that it may call."""
-        return tuple(tool for tool in self.shown if self.named in (None, tool.name))
+        return tuple(
+            tool
+            for tool in self.shown
+            if self.named in (None, tool.name) and (self.allowed is None or tool.name in self.allowed)
+        )
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The fields as the API words them, for an upstream."""
+        """The fields as the API words them, for an upstream. What may not be called it does not get: few servers know
+        how to allow some of them."""
         choice = {"type": "function", "function": {"name": self.named}} if self.choice == "named" else self.choice
-        fields: dict[str, Any] = {"tools": [dict(tool.document) for tool in self.tools], "tool_choice": choice}
+        given = self.tools if self.allowed is None else self.callable
+        fields: dict[str, Any] = {"tools": [dict(tool.document) for tool in given], "tool_choice": choice}
         return fields if self.parallel else {**fields, "parallel_tool_calls": False}
 
 

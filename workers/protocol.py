@@ -31,7 +31,8 @@ PROTOCOL = 7
 """2: a ``Cancel`` may name one choice. 3: a ``Generate`` may ask for beam search. 5: ``Generate.adapter`` is a digest,
 and adapters come and go. 6: prompts are scored. 7: there is ``Prefetch``."""
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "content_filter", "cancelled", "error"]
+"""``content_filter``: of upstreams only, whose filter cut the answer or kept it back."""
 
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -223,6 +224,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The prompt's length as an upstream counted it, once known: replaces the gateway's own count. 0: not said."""
     retry_after_s: float | None = None
     """With ``throttled`` and ``unavailable``: when the upstream wants to be asked again."""
+    error_param: str = ""
+    """With ``bad_request``: the field of ``Ask.body`` that the upstream complains of. Empty: not said."""
 
 
 ERRORS = (

@@ -24,9 +24,11 @@ from gateway.http.ranking import best
 from gateway.http.schemas import ChatRequest, Request
 from gateway.toolcalls import CallPiece, CallReader, whole_calls
 from policies.types import Usage
+from workers.protocol import FinishReason
 
 Json = dict[str, Any]
-_REASONS = {"stop": "stop", "length": "length"}
+GOOD_ENDS = ("stop", "length", "content_filter")
+"""How an answer ends that is one. The last comes from upstreams, whose filter cut it or kept it back."""
 MIN_LOGPROB = -9999.0
 """What the API says for "impossible": JSON has no minus infinity."""
 
@@ -55,7 +57,7 @@ class Answer:
         self.scored: list[ScoredToken] = []
         self.prompt: list[ScoredToken] = []
         """Of the prompt, where it is repeated with its log probabilities; choice 0 has it for all."""
-        self.finish: str | None = None
+        self.finish: FinishReason | None = None
         self._pieces: list[str] = []
 
     def add(self, delta: ChoiceDelta) -> None:
@@ -159,9 +161,9 @@ class Format:
 
     @staticmethod
     def _reason(answer: Answer) -> str:
-        if answer.finish not in _REASONS:
+        if answer.finish not in GOOD_ENDS:
             raise ValueError(f"choice {answer.index} ended with {answer.finish!r}, which is no answer")
-        return _REASONS[answer.finish]
+        return answer.finish
 
 
 class ChatFormat(Format):
@@ -192,7 +194,7 @@ class ChatFormat(Format):
         else:
             reader = self._readers.setdefault(delta.index, self._calls.reader())
             out += self._parts(delta, reader, self._calls)
-        if delta.finish in _REASONS:
+        if delta.finish in GOOD_ENDS:
             out.append(self._chunk(delta.index, {"delta": {}}, _reason(delta.finish, reader), None))
         return out
 
@@ -285,7 +287,7 @@ class CompletionFormat(Format):
             out.append(self._chunk(delta.index, {"text": self._echo}, None, scores))
         if delta.text or delta.scored:
             out.append(self._chunk(delta.index, {"text": delta.text}, None, self._scores(delta.scored)))
-        if delta.finish in _REASONS:
+        if delta.finish in GOOD_ENDS:
             out.append(self._chunk(delta.index, {"text": ""}, delta.finish, None))
         return out
 

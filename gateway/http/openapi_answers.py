@@ -45,7 +45,7 @@ _CHAT_LOGPROBS = _nullable(
 _MESSAGE = _object(
     {"tool_calls": _list(_ANYTHING)}, role=_constant("assistant"), content=_nullable(_TEXT), refusal={"type": "null"}
 )
-_FINISH = _one_of("stop", "length", "tool_calls")
+_FINISH = _one_of("stop", "length", "tool_calls", "content_filter")
 _MESSAGE_ITEM = _object(
     id=_TEXT,
     type=_constant("message"),
@@ -111,7 +111,7 @@ ANSWERS: Json = {
         created_at=_TIME,
         status=_one_of("completed", "incomplete"),
         error={"type": "null"},
-        incomplete_details=_nullable(_object(reason=_one_of("max_output_tokens"))),
+        incomplete_details=_nullable(_object(reason=_one_of("max_output_tokens", "content_filter"))),
         model=_TEXT,
         output=_list({"anyOf": [_MESSAGE_ITEM, _CALL_ITEM]}),
         usage=_object(

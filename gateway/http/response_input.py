@@ -46,9 +46,16 @@ class _FlatTool(toolfields.Function):
     type: str = ""
 
 
+class _FlatAllowed(msgspec.Struct):
+    name: str | None = None
+    type: str = "function"
+
+
 class _FlatChoice(msgspec.Struct):
     type: str
     name: str | None = None
+    mode: str | None = None
+    tools: list[_FlatAllowed] | None = None
 
 
 def _input(value: str | list[_Item]) -> str | None:
@@ -71,12 +78,22 @@ def toolbox(fields: Mapping[str, msgspec.Raw]) -> Toolbox | None:
     """What a request says of tools; None where it names none. Raises ApiError 400 with ``param``."""
     given = read(fields, "tools", _TOOLS, [])
     choice = read(fields, "tool_choice", _CHOICE, "auto")
-    several = toolfields.parallel(fields)
+    return toolfields.assembled(_tools(given), _chosen(choice), toolfields.parallel(fields))
+
+
+def _chosen(choice: str | _FlatChoice) -> str | toolfields.Named | toolfields.Allowed:
     if isinstance(choice, str):
-        return toolfields.assembled(_tools(given), choice, several)
-    if choice.type != "function" or choice.name is None:
-        raise bad_request('tool_choice must have the form {"type": "function", "name": …}.', param="tool_choice")
-    return toolfields.assembled(_tools(given), toolfields.Named(choice.name), several)
+        return choice
+    if choice.type == "function" and choice.name is not None:
+        return toolfields.Named(choice.name)
+    if choice.type == "allowed_tools" and choice.mode is not None and choice.tools is not None:
+        names = (tool.name if tool.type == "function" else None for tool in choice.tools)
+        return toolfields.Allowed(choice.mode, tuple(names))
+    raise bad_request(
+        'tool_choice must have the form {"type": "function", "name": …} or {"type": "allowed_tools", "mode": "auto", '
+        f'"tools": [{{"type": "function", "name": …}}]}}, got the type {scrap(choice.type)}.',
+        param="tool_choice",
+    )
 
 
 def _tools(given: Sequence[_FlatTool]) -> Iterable[Tool]:
@@ -94,7 +111,10 @@ def told(box: Toolbox | None) -> dict[str, Any]:
     """The fields of a response that repeat what was said of tools."""
     if box is None:
         return {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-    choice = {"type": "function", "name": box.named} if box.choice == "named" else box.choice
+    choice: Any = {"type": "function", "name": box.named} if box.choice == "named" else box.choice
+    if box.allowed is not None:
+        listed = [{"type": "function", "name": name} for name in box.allowed]
+        choice = {"type": "allowed_tools", "mode": box.choice, "tools": listed}
     tools = [
         {"type": "function", "parameters": tool.parameters, "strict": True, **tool.document["function"]}
         for tool in box.tools

@@ -22,6 +22,8 @@ from gateway.toolcalls import CallPiece, CallReader, Shown
 
 Event = tuple[str, Json]
 """Its type and its fields."""
+_CUT = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""Ends of an answer that is not complete."""
 
 
 @dataclass(slots=True)
@@ -110,7 +112,12 @@ class Output:
     @property
     def status(self) -> str:
         """Of the whole response, once it has ended."""
-        return "incomplete" if self.finish == "length" else "completed"
+        return "completed" if self.why_incomplete is None else "incomplete"
+
+    @property
+    def why_incomplete(self) -> str | None:
+        """As the API words it; None while it runs, and where it is complete."""
+        return _CUT.get(self.finish or "")
 
     def items(self) -> list[Json]:
         """All of them; one that is under way is ``incomplete``: nothing comes after it."""

@@ -25,13 +25,12 @@ from gateway.grammars import ANY_OBJECT
 from gateway.http import common, response_input, sse, unsupported
 from gateway.http.jsonfields import Field, between, checked, read, scrap, split
 from gateway.http.jsonfields import field as spec
-from gateway.http.openai import Answer, Format, Json
+from gateway.http.openai import GOOD_ENDS, Answer, Format, Json
 from gateway.http.response_output import Output
 from gateway.http.schemas import ChatRequest, Message, refuse_endless
 from gateway.http.structure import JsonFormat, NamedSchema, json_format
 from gateway.http.unsupported import Unsupported
 from policies.types import Usage
-from workers.protocol import FinishReason
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
@@ -56,7 +55,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "logprobs": Unsupported(f"responses take 'top_logprobs' and 'include': [{LOGPROBS!r}]", (False,)),
     "response_format": Unsupported("responses take 'text': {'format': …}", ({"type": "text"}, {})),
     "max_tool_calls": Unsupported("no tools run here; stop calling when you have seen enough of them"),
-    "reasoning": Unsupported("reasoning effort cannot be set", ({}, {"effort": None}, {"effort": "none"})),
+    "reasoning": Unsupported("reasoning effort cannot be set", ({}, {"effort": "none"})),
     "truncation": Unsupported("input is never cut silently; shorten it before sending", ("disabled",)),
     "context_management": Unsupported("input is never cut silently; shorten it before sending", ([],)),
 }
@@ -77,6 +76,7 @@ class _TextFormat(NamedSchema):
 
 class _Text(msgspec.Struct):
     format: _TextFormat | None = None
+    verbosity: Annotated[str | None, msgspec.Meta(extra_json_schema={"enum": ["medium", None]})] = None
 
 
 def _include(value: list[str]) -> str | None:
@@ -109,7 +109,9 @@ def parse_responses(raw: bytes) -> ResponsesRequest:
     top: int = read(fields, "top_logprobs", _TOP_LOGPROBS, 0)
     wanted = top or LOGPROBS in read(fields, "include", _INCLUDE, [])
     shared = common.read_common(fields, {"logprobs": top if wanted else None})
-    shape = _shape(read(fields, "text", _TEXT, _Text()).format or _TextFormat())
+    text: _Text = read(fields, "text", _TEXT, _Text())
+    _check_verbosity(text.verbosity)
+    shape = _shape(text.format or _TextFormat())
     if shape is not None:
         refuse_endless(shared["params"], "text.format")
     box = response_input.toolbox(fields)
@@ -127,6 +129,15 @@ def parse_responses(raw: bytes) -> ResponsesRequest:
         response_format=shape,
         **shared,
     )
+
+
+def _check_verbosity(asked: str | None) -> None:
+    """It can be set as little as in a chat. Raises ApiError 400."""
+    known = unsupported.CHAT["verbosity"]
+    if not known.accepts(asked):
+        raise bad_request(
+            f"text.verbosity is not supported: {known.why}.", param="text.verbosity", code="unsupported_parameter"
+        )
 
 
 def _shape(asked: _TextFormat) -> JsonFormat | None:
@@ -164,8 +175,8 @@ class ResponsesFormat(Format):
     def full(self, answers: Sequence[Answer], usage: Usage) -> Json:
         """The response object. Raises ValueError for an answer that did not end well."""
         (answer,) = answers
-        ended: FinishReason = "length" if self._reason(answer) == "length" else "stop"
-        for _ in self._output.take(ChoiceDelta(0, answer.text, scored=tuple(answer.scored), finish=ended)):
+        self._reason(answer)
+        for _ in self._output.take(ChoiceDelta(0, answer.text, scored=tuple(answer.scored), finish=answer.finish)):
             pass
         return self._response(self._output.status, self._output.items(), usage)
 
@@ -179,7 +190,7 @@ class ResponsesFormat(Format):
             "status": status,
             "background": False,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": self._output.why_incomplete} if status == "incomplete" else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_tokens,
             "metadata": dict(request.metadata),
@@ -221,7 +232,7 @@ class ResponsesFormat(Format):
 
     def _told(self, delta: ChoiceDelta) -> bytes:
         opening = b"" if self._events else self._opening()
-        finish = delta.finish if delta.finish in ("stop", "length") else None
+        finish = delta.finish if delta.finish in GOOD_ENDS else None
         news = self._output.take(replace(delta, finish=finish))
         return opening + b"".join(self._event(kind, **content) for kind, content in news)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from itertools import islice
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -39,9 +39,32 @@ class Named(msgspec.Struct):
     name: str
 
 
+class AllowedTool(msgspec.Struct):
+    """``tool_choice.allowed_tools.tools[]``."""
+
+    function: Named | None = None
+    type: str = "function"
+
+
+class AllowedTools(msgspec.Struct):
+    """``tool_choice.allowed_tools``."""
+
+    mode: str
+    tools: list[AllowedTool]
+
+
 class _Choice(msgspec.Struct):
     type: str
     function: Named | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class Allowed(NamedTuple):
+    """Some of the functions, by their names: whether one must be called, or may be."""
+
+    mode: str
+    names: tuple[str | None, ...]
+    """None: something that is no function."""
 
 
 class CalledFunction(msgspec.Struct):
@@ -70,12 +93,25 @@ def toolbox(fields: Mapping[str, msgspec.Raw]) -> Toolbox | None:
     """What a chat says of tools; None where it names none. Raises ApiError 400 with ``param``."""
     given = read(fields, "tools", _TOOLS, [])
     choice = read(fields, "tool_choice", _CHOICE, "auto")
-    named = choice if isinstance(choice, str) or choice.type != "function" else choice.function
-    if named is None or not isinstance(named, str | Named):
-        raise bad_request(
-            'tool_choice must have the form {"type": "function", "function": {"name": …}}.', param="tool_choice"
-        )
-    return assembled((_tool(f"tools[{i}]", tool) for i, tool in enumerate(given)), named, parallel(fields))
+    tools = (_tool(f"tools[{i}]", tool) for i, tool in enumerate(given))
+    return assembled(tools, _chosen(choice), parallel(fields))
+
+
+def _chosen(choice: str | _Choice) -> str | Named | Allowed:
+    if isinstance(choice, str):
+        return choice
+    if choice.type == "function" and choice.function is not None:
+        return choice.function
+    if choice.type == "allowed_tools" and choice.allowed_tools is not None:
+        listed = choice.allowed_tools.tools
+        names = (tool.function.name if tool.type == "function" and tool.function else None for tool in listed)
+        return Allowed(choice.allowed_tools.mode, tuple(names))
+    raise bad_request(
+        'tool_choice must have the form {"type": "function", "function": {"name": …}} or {"type": "allowed_tools", '
+        '"allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": …}}]}}, got the type '
+        f"{scrap(choice.type)}.",
+        param="tool_choice",
+    )
 
 
 def parallel(fields: Mapping[str, msgspec.Raw]) -> bool:
@@ -83,7 +119,7 @@ def parallel(fields: Mapping[str, msgspec.Raw]) -> bool:
     return read(fields, "parallel_tool_calls", _PARALLEL, True)
 
 
-def assembled(given: Iterable[Tool], choice: str | Named, several: bool) -> Toolbox | None:
+def assembled(given: Iterable[Tool], choice: str | Named | Allowed, several: bool) -> Toolbox | None:
     """The toolbox, checked as a whole; None without tools. Raises ApiError 400 with ``param``."""
     tools = tuple(islice(given, MAX_TOOLS + 1))
     if not tools:
@@ -103,9 +139,26 @@ def assembled(given: Iterable[Tool], choice: str | Named, several: bool) -> Tool
                 param="tool_choice",
             )
         return Toolbox(tools, choice, several)  # type: ignore[arg-type]  # one of the three
+    if isinstance(choice, Allowed):
+        return Toolbox(tools, _allowed_mode(choice, names), several, allowed=_allowed_names(choice))
     if choice.name not in names:
         raise bad_request(f"tool_choice names {scrap(choice.name)}, which is not among tools.", param="tool_choice")
     return Toolbox(tools, "named", parallel=False, named=choice.name)
+
+
+def _allowed_mode(choice: Allowed, names: Set[str]) -> Literal["auto", "required"]:
+    """Its mode, once all of it is known to be right. Raises ApiError 400."""
+    if choice.mode not in ("auto", "required"):
+        raise bad_request(f"tool_choice: the mode must be auto or required, got {scrap(choice.mode)}.", "tool_choice")
+    wrong = [name for name in choice.names if name not in names]
+    if wrong or not choice.names:
+        what = "no function at all" if not wrong else scrap(wrong[0]) if wrong[0] else "something that is no function"
+        raise bad_request(f"tool_choice allows {what}; allow functions that are among tools.", param="tool_choice")
+    return "required" if choice.mode == "required" else "auto"
+
+
+def _allowed_names(choice: Allowed) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in choice.names if name is not None))
 
 
 def _tool(path: str, tool: _Tool) -> Tool:

@@ -1,13 +1,16 @@
-"""What becomes of requests when their worker is lost."""
+"""What becomes of requests when their worker is lost, or refuses them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+from typing import Any
+
+import pytest
 
 from tests.gateway.conftest import Start
-from tests.gateway.harness import pool, until
+from tests.gateway.harness import MODEL, pool, token, until
 from workers.testing import Echo
 
 
@@ -32,3 +35,30 @@ async def test_equal_killers_cost_two_workers_together(start: Start) -> None:
         await until(lambda: site.dispatcher.ready == 1, "a new worker")
         assert site.dispatcher.workers[0].incarnation - 1 <= 2
         await site.at_rest()
+
+
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 4})
+TURN = ("/v1/responses", {"input": "hi", "max_output_tokens": 4})
+TEXT = ("/v1/completions", {"prompt": "hi", "max_tokens": 4})
+
+
+@pytest.mark.parametrize(
+    ("code", "params"),
+    [("prompt_too_long", ["messages", "input", "prompt"]), ("grammar", ["response_format", "text.format", "tools"])],
+)
+async def test_what_a_worker_refuses_is_named_as_its_caller_named_it(
+    start: Start, code: str, params: list[str]
+) -> None:
+    shape = {"type": "json_object"}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    shaped: list[tuple[str, dict[str, Any]]] = [
+        (CHAT[0], {**CHAT[1], "response_format": shape}),
+        (TURN[0], {**TURN[1], "text": {"format": shape}}),
+        (CHAT[0], {**CHAT[1], "response_format": shape, "tools": tools}),
+    ]
+    asked: list[tuple[str, dict[str, Any]]] = [CHAT, TURN, TEXT] if code == "prompt_too_long" else shaped
+    async with start(echo=Echo(fail_with=code)) as site:
+        headers = {"authorization": f"Bearer {token('alpha')}"}
+        for (path, body), param in zip(asked, params, strict=True):
+            answer = await site.http.post(path, json={"model": MODEL, **body}, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

@@ -54,6 +54,7 @@ class _Merged:
     text_logprobs: list[TextLogprob] = field(default_factory=list)
     prompt_tokens: int = 0
     retry_after_s: float | None = None
+    error_param: str = ""
 
     def add(self, output: SequenceOutput) -> None:
         self.tokens.extend(output.tokens)
@@ -74,6 +75,7 @@ class _Merged:
             self.searched = max(self.searched or 0, output.searched)
         self.prompt_tokens = output.prompt_tokens or self.prompt_tokens
         self.retry_after_s = output.retry_after_s if output.retry_after_s is not None else self.retry_after_s
+        self.error_param = output.error_param or self.error_param
 
     def build(self) -> SequenceOutput:
         return SequenceOutput(
@@ -95,6 +97,7 @@ class _Merged:
             text_logprobs=self.text_logprobs,
             prompt_tokens=self.prompt_tokens,
             retry_after_s=self.retry_after_s,
+            error_param=self.error_param,
         )
 
 

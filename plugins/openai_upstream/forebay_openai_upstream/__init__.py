@@ -7,6 +7,7 @@ call.py      one request at the server: what comes back, and how it may end
 http.py      connections: timeouts by phase, stale sockets, headers
 sse.py       bytes of a stream → events
 answer.py    the server's JSON → text, ends and figures
+refusals.py  what a server means that will not run a request
 """
 
 from __future__ import annotations

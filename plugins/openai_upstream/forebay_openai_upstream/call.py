@@ -14,37 +14,30 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
 
-from forebay_openai_upstream.answer import Answer, ServerError
+from forebay_openai_upstream.answer import Answer, ReportedError, ServerError
 from forebay_openai_upstream.config import UpstreamConfig
 from forebay_openai_upstream.http import READ_SIZE, Connections
+from forebay_openai_upstream.refusals import Refused, by_status, in_band
 from forebay_openai_upstream.sse import EventReader
 from workers.protocol import Ask, Generate, SequenceOutput, Timings
 
 PATHS = {"chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings"}
-MAX_RETRY_AFTER_S = 3600.0
 MAX_ERROR_BODY = 2**16
 MAX_EMBEDDINGS = 64 * 2**20
+MAX_WHOLE = 16 * 2**20
+"""Of an answer in one piece, from a server that does not stream."""
 FAREWELL_S = 2.0
 """After every choice's end: how long to wait for the figures and the end of the stream."""
 
 Report = Callable[[list[SequenceOutput]], None]
-
-
-class Refused(Exception):  # noqa: N818 - an answer, not a fault of ours
-    """The request ends with one of the protocol's error codes."""
-
-    def __init__(self, code: str, why: str, retry_after_s: float | None = None) -> None:
-        super().__init__(why)
-        self.code = code
-        self.retry_after_s = retry_after_s
 
 
 class Call:
@@ -71,12 +64,12 @@ class Call:
         try:
             await self._talk()
         except Refused as refusal:
-            self._end("error", refusal.code, refusal.retry_after_s)
+            self._end("error", refusal.code, refusal.retry_after_s, refusal.param)
             return str(refusal)
         except TimeoutError as error:  # aiohttp's own, for the connection
             self._end("error", "upstream_failed")
             return f"no connection within {self._config.connect_s:g} s ({type(error).__name__})"
-        except (aiohttp.ClientError, ServerError, ValueError, OSError) as error:
+        except (aiohttp.ClientError, HttpProcessingError, ServerError, ValueError, OSError) as error:
             self._end("error", "upstream_failed")
             return f"{type(error).__name__}: {error}" if isinstance(error, ServerError) else type(error).__name__
         except Exception as error:
@@ -93,6 +86,7 @@ class Call:
         """One choice is not wanted any more (a stop string): it ends here. True when none is left."""
         if index in self._open:
             self._open.discard(index)
+            self._answer.choices[index].dropped = True
             self._report([self._output(index, final=True, finish="cancelled")])
         return not self._open
 
@@ -105,6 +99,7 @@ class Call:
         if self._message.beams is not None:
             raise Refused("bad_request", "beam search: servers that do not know it would draw instead")
         body = msgspec.json.encode(self._body(ask))
+        fields = {*ask.body, self._config.max_tokens_field}
         try:
             async with asyncio.timeout(self._config.connect_s + self._config.first_token_s) as limit:
                 self._sent_ns = time.time_ns()
@@ -115,12 +110,17 @@ class Call:
                 path = PATHS[ask.endpoint]
                 async with self._connections.post(path, body, self._trace(), connected) as response:
                     if response.status != 200:
-                        raise await _refusal(response)
+                        raise await _refusal(response, fields)
                     self._accepted = True
+                    _require_plain(response)
                     if ask.endpoint == "embeddings":
-                        await self._whole(response)
+                        self._answer.take_embeddings(await _whole(response, MAX_EMBEDDINGS))
                     else:
-                        await self._stream(response, limit)
+                        await self._read(response, limit)
+        except ReportedError as error:
+            if self._answer.begun:
+                raise
+            raise in_band(error.said, fields) from None
         except TimeoutError as error:
             if self._answer.finished:
                 return  # only the figures behind the ends did not come
@@ -129,17 +129,24 @@ class Call:
             what = "pieces stopped coming" if self._answer.begun else "no output"
             raise Refused("upstream_timeout", f"{what} in time") from None
 
-    async def _stream(self, response: aiohttp.ClientResponse, limit: asyncio.Timeout) -> None:
-        reader, answer = EventReader(), self._answer
-        while True:
-            try:
-                data = await response.content.read(READ_SIZE)
-            except (aiohttp.ClientError, OSError):
-                if answer.finished:
-                    return
-                raise
-            if not data:
-                break
+    async def _read(self, response: aiohttp.ClientResponse, limit: asyncio.Timeout) -> None:
+        """Whatever it is labelled: JSON is an answer in one piece, or an error; all else has to be events."""
+        data = await response.content.read(READ_SIZE)
+        while data.isspace():
+            data = await response.content.read(READ_SIZE)
+        if data.lstrip().startswith(b"{"):
+            self._answer.take_whole(data + await _whole(response, MAX_WHOLE))
+            self._progress()
+        else:
+            await self._stream(response, data, limit)
+        if self._answer.short:
+            raise Refused("bad_request", "it made fewer choices than it was asked for", param="n")
+        if not self._answer.finished:
+            raise ServerError("the stream ended before every choice had its end")
+
+    async def _stream(self, response: aiohttp.ClientResponse, data: bytes, limit: asyncio.Timeout) -> None:
+        reader, answer, seen, ended = EventReader(), self._answer, 0, False
+        while data:
             done = False
             for event in reader.feed(data):
                 if event == b"[DONE]":
@@ -149,20 +156,19 @@ class Call:
             self._progress()
             if done:
                 break
-            if answer.finished:
+            # Only what belongs to the answer counts as going on: a server may send comments for ever.
+            if answer.finished and not ended:
+                ended = True
                 limit.reschedule(self._soon(FAREWELL_S))
-            elif answer.begun:
+            elif answer.begun and not ended and answer.pieces > seen:
                 limit.reschedule(self._soon(self._config.between_chunks_s))
-        if not answer.finished:
-            raise ServerError("the stream ended before every choice had its end")
-
-    async def _whole(self, response: aiohttp.ClientResponse) -> None:
-        data = bytearray()
-        while part := await response.content.read(READ_SIZE):
-            data += part
-            if len(data) > MAX_EMBEDDINGS:
-                raise ServerError(f"an answer of more than {MAX_EMBEDDINGS} bytes")
-        self._answer.take_embeddings(bytes(data))
+            seen = answer.pieces
+            try:
+                data = await response.content.read(READ_SIZE)
+            except (aiohttp.ClientError, OSError, HttpProcessingError):
+                if answer.finished:
+                    return
+                raise
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         config = self._config
@@ -194,15 +200,18 @@ class Call:
             self._first_ns = time.time_ns()
         self._report([self._output(index) for index in news])
 
-    def _end(self, finish: str | None, error: str | None = None, retry_after_s: float | None = None) -> None:
+    def _end(
+        self, finish: str | None, error: str | None = None, retry_after_s: float | None = None, param: str = ""
+    ) -> None:
         """The last word on every open choice: its own end, or ``finish`` for those that have none."""
         outputs = []
         for index in sorted(self._open):
             own = self._answer.choices[index].finish if finish != "cancelled" and error is None else None
             end = own or finish or "error"
             code = None if end != "error" else error or "upstream_failed"
+            wait_s, field = (retry_after_s, param) if code else (None, "")
             outputs.append(
-                self._output(index, final=True, finish=end, error=code, retry_after_s=retry_after_s if code else None)
+                self._output(index, final=True, finish=end, error=code, retry_after_s=wait_s, error_param=field)
             )
         self._open.clear()
         if outputs:
@@ -216,6 +225,7 @@ class Call:
         finish: Any = None,
         error: str | None = None,
         retry_after_s: float | None = None,
+        error_param: str = "",
     ) -> SequenceOutput:
         choice, answer = self._answer.choices[index], self._answer
         text, choice.text = "".join(choice.text), []
@@ -236,6 +246,7 @@ class Call:
             finish=finish,
             error=error,
             retry_after_s=retry_after_s,
+            error_param=error_param,
             timings=self._timings() if final else None,
         )
 
@@ -243,40 +254,27 @@ class Call:
         return Timings(self._received_ns, self._sent_ns, self._first_ns, time.time_ns())
 
 
-async def _refusal(response: aiohttp.ClientResponse) -> Refused:
+async def _refusal(response: aiohttp.ClientResponse, sent: Collection[str]) -> Refused:
     """What a status other than 200 means here."""
-    status, wait_s = response.status, _retry_after(response.headers.get("retry-after"))
-    why = f"it answered {status}"
-    if status == 429:
-        return Refused("throttled", why, wait_s)
-    if status == 503:
-        return Refused("unavailable", why, wait_s)
-    if status in (408, 504):
-        return Refused("upstream_timeout", why)
-    if status in (400, 413, 422):
-        return Refused("prompt_too_long" if await _too_long(response) else "bad_request", why)
-    return Refused("upstream_failed", why)
-
-
-async def _too_long(response: aiohttp.ClientResponse) -> bool:
-    """Whether the error's code says that the context is too long. Its text is not read."""
     try:
-        body = msgspec.json.decode(await response.content.read(MAX_ERROR_BODY))
-        error = body.get("error", body)
-        return bool(error.get("code") == "context_length_exceeded" or error.get("type") == "exceed_context_size_error")
-    except (aiohttp.ClientError, msgspec.DecodeError, AttributeError, OSError):
-        return False
+        body = await response.content.read(MAX_ERROR_BODY)
+    except (aiohttp.ClientError, OSError, HttpProcessingError):
+        body = b""
+    return by_status(response.status, body, response.headers.get("retry-after"), sent)
 
 
-def _retry_after(value: str | None) -> float | None:
-    """Seconds, from seconds or from a date (RFC 9110 §10.2.3); None for what is neither."""
-    if value is None:
-        return None
-    value = value.strip()
-    if value.isascii() and value.isdigit():
-        return min(float(value[:9]), MAX_RETRY_AFTER_S)
-    try:
-        moment = email.utils.parsedate_to_datetime(value).timestamp()
-    except (ValueError, TypeError, OverflowError):
-        return None
-    return min(max(0.0, moment - time.time()), MAX_RETRY_AFTER_S)
+async def _whole(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """A body that is no stream. Raises ServerError for one of more than ``most`` bytes."""
+    data = bytearray()
+    while part := await response.content.read(READ_SIZE):
+        data += part
+        if len(data) > most:
+            raise ServerError(f"an answer of more than {most} bytes")
+    return bytes(data)
+
+
+def _require_plain(response: aiohttp.ClientResponse) -> None:
+    """Nothing here inflates what comes. Raises ServerError."""
+    encoding = response.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise ServerError("it compresses its answer, though it was asked not to")

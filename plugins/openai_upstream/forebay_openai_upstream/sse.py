@@ -16,6 +16,7 @@ class EventReader:
         self._data: list[bytes] = []
         self._held = 0
         self._skip_newline = False
+        self._begun = False
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The data of every event that ``chunk`` completes. Raises ValueError for one that is too long."""
@@ -29,6 +30,9 @@ class EventReader:
             return []
         *lines, rest = bytes(self._rest).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         self._rest = bytearray(rest)
+        if not self._begun:
+            lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")  # a byte order mark is no part of the first name
+            self._begun = True
         events = []
         for line in lines:
             if not line:

@@ -82,7 +82,7 @@ async def test_a_format_is_a_chats_response_format() -> None:
     answer = ResponsesFormat(job_id="1", model="m", created=1, request=request)._response("in_progress", [])
     assert answer["text"] == {"format": shape}
     assert "json_schema" in request.features()
-    plain = parsed(text={"format": {"type": "json_object"}, "verbosity": "low"})
+    plain = parsed(text={"format": {"type": "json_object"}, "verbosity": "medium"})
     assert plain.response_format is not None
 
 
@@ -125,6 +125,23 @@ async def test_tools_are_a_chats_and_come_back_in_this_apis_form() -> None:
     assert parsed(tools=[TOOL], tool_choice="none").constraint() is None
 
 
+async def test_some_tools_may_be_allowed() -> None:
+    some = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
+    request = parsed(tools=[TOOL, {**TOOL, "name": "sub"}], tool_choice=some)
+    assert request.toolbox is not None
+    assert [tool.name for tool in request.toolbox.callable] == ["add"]
+    answer = ResponsesFormat(job_id="1", model="m", created=1, request=request)._response("in_progress", [])
+    assert answer["tool_choice"] == some
+    Response.model_validate(answer, strict=True)
+
+
+async def test_an_answer_s_own_fields_can_be_sent_back() -> None:
+    """What a response says of reasoning asks for nothing; clients copy it into the next request."""
+    answer = ResponsesFormat(job_id="1", model="m", created=1, request=parsed())._response("in_progress", [])
+    same = ("reasoning", "text", "tools", "tool_choice", "store", "truncation", "parallel_tool_calls", "background")
+    assert parsed(**{name: answer[name] for name in same}) == parsed()
+
+
 ANSWERS = {
     "calls": ("stop", 'Sure. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'),
     "two calls": (
@@ -134,6 +151,7 @@ ANSWERS = {
     ),
     "cut call": ("length", 'A <tool_call>\n{"name": "add", "arguments": {"a": 1'),
     "cut name": ("length", 'A <tool_call>\n{"name": "ad'),
+    "filtered": ("content_filter", 'A <tool_call>\n{"name": "add", "arguments": {"a": 1'),
     "text": ("stop", "1 < 2, and that is <tool"),
     "nothing": ("stop", ""),
 }
@@ -177,11 +195,12 @@ async def test_items_are_the_same_streamed_and_whole(name: str, step: int) -> No
         "calls": ["completed"] * 2,
         "two calls": ["completed"] * 2,
         "cut call": ["completed", "incomplete"],
+        "filtered": ["completed", "incomplete"],
         "cut name": ["incomplete"],
     }.get(name, ["completed"])
 
 
-ENDS = {"stop": "completed", "length": "incomplete"}
+ENDS = {"stop": "completed", "length": "incomplete", "content_filter": "incomplete"}
 
 
 @pytest.mark.parametrize(
@@ -203,11 +222,20 @@ ENDS = {"stop": "completed", "length": "incomplete"}
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
+            "tool_choice",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "ignore_eos": True}, "ignore_eos"),
         ({"tools": [TOOL], "max_tool_calls": 2}, "max_tool_calls"),
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"reasoning": {"effort": None, "summary": "auto"}}, "reasoning"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"n": 2}, "n"),

@@ -261,6 +261,7 @@ NONSENSE: list[Any] = [
     {"error": {"message": "the model at 10.0.0.7 broke"}},
     {"choices": [{"index": 0, "text": "", "finish_reason": "eaten_by_a_grue"}]},
     '{"choices": [{"index": 0, "text": "' + "\\ud800" + '"}]}',
+    '{"error": ' + "[" * 100_000 + "]" * 100_000 + "}",
 ]
 
 

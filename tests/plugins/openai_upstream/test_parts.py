@@ -21,7 +21,7 @@ from tests.arch.source import ROOT
 from tests.plugins.openai_upstream.conftest import plugin
 
 from forebay_openai_upstream.answer import Answer, ServerError  # isort: skip
-from forebay_openai_upstream.call import _retry_after  # isort: skip
+from forebay_openai_upstream.refusals import retry_after_s  # isort: skip
 from forebay_openai_upstream.sse import MAX_EVENT, EventReader  # isort: skip
 
 
@@ -146,18 +146,29 @@ def test_no_figure_exceeds_what_was_asked_for(figures: list[int], choices: int) 
     assert 0 <= answer.cached_tokens <= answer.prompt_tokens <= 100
 
 
-def test_thinking_counts_and_is_not_shown() -> None:
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_thinking_counts_and_is_not_shown(name: str) -> None:
     answer = Answer(1, max_tokens=10, max_prompt=100)
     answer.take(said(choices=[{"index": 0, "delta": {"role": "assistant", "content": None}}]))
     assert answer.choices[0].tokens == 0
-    answer.take(said(choices=[{"index": 0, "delta": {"reasoning_content": "hmm"}}]))
+    answer.take(said(choices=[{"index": 0, "delta": {name: "hmm"}}]))
     assert (answer.choices[0].tokens, answer.choices[0].text) == (1, [])
+
+
+def test_of_content_in_parts_the_text_is_shown() -> None:
+    answer = Answer(1, max_tokens=10, max_prompt=100)
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "hmm"}]}
+    answer.take(said(choices=[{"index": 0, "delta": {"content": [thought]}}]))
+    assert (answer.choices[0].tokens, answer.choices[0].text) == (1, [])
+    parts = [{"type": "text", "text": "a"}, 5, {"type": "text", "text": 7}, {"type": "text", "text": "b"}]
+    answer.take(said(choices=[{"index": 0, "delta": {"content": parts}}]))
+    assert (answer.choices[0].tokens, answer.choices[0].text) == (2, ["ab"])
 
 
 def test_an_end_that_the_api_here_does_not_know_is_not_turned_into_another() -> None:
     answer = Answer(1, max_tokens=10, max_prompt=100)
-    with pytest.raises(ServerError, match="content_filter"):
-        answer.take(said(choices=[{"index": 0, "delta": {}, "finish_reason": "content_filter"}]))
+    with pytest.raises(ServerError, match="abort"):
+        answer.take(said(choices=[{"index": 0, "delta": {}, "finish_reason": "abort"}]))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +177,7 @@ def test_an_end_that_the_api_here_does_not_know_is_not_turned_into_another() -> 
      ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("Wed, 21 Oct 2099 07:28:00 GMT", 3600.0), ("½", None)],
 )  # fmt: skip
 def test_retry_after_in_seconds_or_as_a_date(value: str | None, seconds: float | None) -> None:
-    assert _retry_after(value) == seconds
+    assert retry_after_s(value) == seconds
 
 
 def test_the_distribution_installs_and_is_loaded_by_its_entry_point(tmp_path: Path) -> None:
