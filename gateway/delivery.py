@@ -6,7 +6,7 @@ Rules
   sets ``streams.begin_after_s``: then a stream that still waits begins with a comment.
 - A comment is no output: the work may still be repeated after it.
 - A reader that takes nothing for ``slow_reader_s``, or lets ``max_backlog_bytes`` pile up, is given up: its request
-  ends as ``cancelled`` and what ran is settled.
+  ends as ``cancelled`` and what ran is settled. One with an ``Idempotency-Key`` goes on, as when its caller is gone.
 - The reservation is settled before the last byte. A stream's last text goes out with its end in one write where that is
   done at once; else it does not wait for it.
 """
@@ -163,4 +163,9 @@ class Pulse:
         self._timer = self._loop.call_later(self._every_s, self._tick)
 
     def _give_up(self) -> None:
-        self._visit.cut(slow_reader("The stream was not read fast enough and was ended."))
+        onward = self._visit.onward
+        if onward is None:
+            self._visit.cut(slow_reader("The stream was not read fast enough and was ended."))
+        else:  # somebody else may read it, or this caller come again for it
+            onward.leave()
+            self._visit.gone()

@@ -237,7 +237,8 @@ class Pipeline:
         first = visit.arrived + min(timeouts.first_token_s, timeouts.total_s)
         with visit.cut:
             deadline = Deadline(self._clock, first, partial(self._late, visit, timeouts))
-            unwatch = when_gone(visit.scope, visit.receive, partial(self._gone, visit))
+            visit.gone = partial(self._gone, visit)
+            unwatch = when_gone(visit.scope, visit.receive, visit.gone)
             try:
                 await self._work(visit, body)
             finally:
@@ -264,7 +265,7 @@ class Pipeline:
         """The caller is; somebody else may wait for its answer, or it itself come again for it."""
         if visit.recording is None:
             visit.cut(ClientDisconnect())
-        else:
+        elif visit.lingering is None:
             visit.lingering = asyncio.create_task(self._deserted(visit, visit.recording), name="linger")
 
     async def _deserted(self, visit: Visit, recording: Recording) -> None:

@@ -5,7 +5,7 @@ Rules
 - The first request runs, and its bytes are recorded as they go out. One that comes meanwhile joins it: what was said so
   far, then the rest as it comes. One that comes later gets it all. Neither is charged, nor reserves anything.
 - A request with a key outlives its caller by ``linger_s``, and as long as somebody follows it: who sends it again after
-  a broken connection finds it running.
+  a broken connection finds it running. A caller that does not read counts as gone: a connection may break silently.
 - Only what ended well is kept. A failure is told to those who follow it, and forgotten.
 - Only the recorded request's own task writes a recording, and ends it once (``Replays.close``).
 - Bounded: an answer lives for ``keep_s``, a tenant's answers take ``max_bytes_per_tenant`` (its own oldest go first),
@@ -23,11 +23,12 @@ import hashlib
 import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.datastructures import Headers
-from starlette.types import Message
+from starlette.types import Message, Send
 
 from gateway.errors import ApiError, bad_request, unavailable
 from gateway.settings import Idempotency
@@ -158,6 +159,40 @@ class Recording:
                 return
 
 
+class Onward:
+    """The way of a recorded answer to its own caller, into the recording first. ``leave``: the caller gets no more."""
+
+    def __init__(self, record: Callable[[Message], None], send: Send) -> None:
+        self._record = record
+        self._send = send
+        self._left = False
+        self._writing: asyncio.Task[None] | None = None
+
+    async def __call__(self, message: Message) -> None:
+        """ASGI's ``send``."""
+        self._record(message)
+        if self._left:
+            return
+        self._writing = writing = asyncio.ensure_future(_sent(self._send, message))
+        try:
+            await asyncio.wait((writing,))
+        finally:
+            self._writing = None
+            writing.cancel()  # of no effect once it is done
+        if not self._left:
+            writing.result()
+
+    def leave(self) -> None:
+        """Whatever it waits for the caller to take, it waits no more."""
+        self._left = True
+        if self._writing is not None:
+            self._writing.cancel()
+
+
+async def _sent(send: Send, message: Message) -> None:
+    await send(message)
+
+
 class _Shelf:
     """One tenant's recordings, the one that was longest not asked for first."""
 
@@ -227,13 +262,7 @@ class Replays:
             return recording
         visit.recording = recording
         await self._claimed(recording, visit)
-        send = visit.reply.send
-
-        async def recorded(message: Message) -> None:
-            self.record(recording, message)
-            await send(message)
-
-        visit.reply.send = recorded
+        visit.reply.send = visit.onward = Onward(partial(self.record, recording), visit.reply.send)
         return None
 
     async def _claimed(self, recording: Recording, visit: Visit) -> None:

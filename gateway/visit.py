@@ -17,7 +17,7 @@ from gateway.errors import ApiError, Outcome
 from gateway.http.openai import Format
 from gateway.http.schemas import ChatRequest, CompletionRequest
 from gateway.models import ModelHandle
-from gateway.replays import Recording
+from gateway.replays import Onward, Recording
 from gateway.runtime import PolicySet
 from gateway.tenants import EffectiveTenant
 from gateway.ticket import Ticket
@@ -135,6 +135,10 @@ class Passage:
         self._span.end()
 
 
+def _nobody() -> None:
+    """Nobody has to be told yet."""
+
+
 @dataclass(slots=True, eq=False)
 class Visit:
     """One request from its headers to its settlement."""
@@ -162,6 +166,8 @@ class Visit:
     """The job of a request that needs no worker."""
     recording: Recording | None = None
     """Where its answer is recorded, to be given again (``replays.py``)."""
+    onward: Onward | None = None
+    """Then: the answer's way to the caller."""
     lingering: asyncio.Task[None] | None = None
     """Waits for somebody to come for the recording, when its caller has gone."""
     decision: QuotaDecision | None = None
@@ -176,6 +182,8 @@ class Visit:
     """How the answer is written, once it may begin."""
     cut: Cut = field(default_factory=Cut)
     """Ends its work, wherever that waits."""
+    gone: Callable[[], None] = _nobody
+    """To be told that its caller is."""
     delivered: bool = False
     """A stream whose last word went out."""
     outcome: Outcome = "error"

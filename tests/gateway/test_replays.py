@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -83,6 +84,35 @@ async def test_who_loses_the_connection_finds_the_request_running(shared: Site) 
     assert answer.headers["x-forebay-replayed"] == "true"
     assert answer.json()["usage"]["completion_tokens"] == 50
     assert [usage.output for usage in settled.usages] == [50]
+
+
+async def test_a_caller_that_does_not_read_holds_up_nobody_who_comes_for_its_answer(start: Start) -> None:
+    """Its connection may have broken without a word, which is when clients send again: the other one gets all of it."""
+    settings = {
+        "streams": {"slow_reader_s": 0.5},
+        "idempotency": {"max_bytes_per_tenant": 2**26, "max_bytes": 2**27},
+        "models": [pool(max_running=16, blocks=8192)],
+    }
+    body = {"model": MODEL, "prompt": list(range(5, 45)), "max_tokens": 1500, "n": 16, "stream": True, "logprobs": 1}
+    async with start(settings, echo=Echo(step_s=0.001)) as site:
+        settled = Settlements(site)
+        data = json.dumps(body).encode()
+        lines = [f"{name}: {value}" for name, value in {**bearer(**KEYED), "content-length": str(len(data))}.items()]
+        head = "\r\n".join(["POST /v1/completions HTTP/1.1", "host: x", *lines, "", ""]).encode()
+        host, port = site.url.removeprefix("http://").split(":")
+        with socket.socket() as silent:
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            silent.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(silent, (host, int(port)))
+            await loop.sock_sendall(silent, head + data)
+            await until(lambda: site.dispatcher.in_flight, "it runs")
+            again = await site.http.post("/v1/completions", content=data, headers=bearer(**KEYED), timeout=120)
+        assert again.headers["x-forebay-replayed"] == "true"
+        assert again.text.endswith("data: [DONE]\n\n")
+        assert [usage.output for usage in settled.usages] == [16 * 1500]
+        settled.close()
+        await site.at_rest()
 
 
 async def test_a_request_that_nobody_asks_for_again_is_cancelled(start: Start) -> None:
