@@ -1,4 +1,5 @@
-"""Fields that clients know from the OpenAI API or vLLM, that would change the answer, and that are not implemented.
+"""Fields that clients know from the OpenAI API, vLLM, SGLang or llama-server, that would change the answer, and that
+are not implemented.
 
 Such a field gets 400 with its name, unless its value asks for what happens anyway (``functions: []``, ``top_a: 0``):
 an ignored field would be a wrong answer that looks right. Everything not listed here nor in ``schemas.py`` is harmless
@@ -20,7 +21,10 @@ class Unsupported:
     neutral: tuple[Any, ...] = ()
 
     def accepts(self, value: Any) -> bool:
-        """True for null and for the neutral values; compared with their type, so that 0 is not False."""
+        """True for null and for the neutral values; compared with their type, so that 0 is not False. What is null in
+        an object is not given there either."""
+        if isinstance(value, dict):
+            value = {name: inner for name, inner in value.items() if inner is not None}
         return value is None or any(type(value) is type(same) and value == same for same in self.neutral)
 
 
@@ -42,6 +46,14 @@ _BOTH: dict[str, Unsupported] = {
     "xtc_probability": Unsupported(_SAMPLER, (0, 0.0)),
     "dry_multiplier": Unsupported(_SAMPLER, (0, 0.0)),
     "logits_processors": Unsupported(_SAMPLER, ([],)),
+    "custom_logit_processor": Unsupported(_SAMPLER, ("",)),
+    "top_n_sigma": Unsupported(_SAMPLER, (-1, -1.0, 0, 0.0)),
+    "no_repeat_ngram_size": Unsupported("not implemented; use 'repetition_penalty'", (0,)),
+    "repeat_penalty": Unsupported("it is called 'repetition_penalty' here", (1, 1.0)),
+    "max_new_tokens": Unsupported("it is called 'max_tokens' here"),
+    "n_predict": Unsupported("it is called 'max_tokens' here", (-1,)),
+    "n_probs": Unsupported("it is called 'logprobs' here", (0,)),
+    "return_hidden_states": Unsupported("hidden states are not told", (False,)),
     "allowed_token_ids": Unsupported("use 'logit_bias' to favour tokens", ([],)),
     "stop_regex": Unsupported(_STOP, ("", [])),
     "include_stop_str_in_output": Unsupported("stop strings are always removed", (False,)),

@@ -15,6 +15,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, SecretStr
 
@@ -171,6 +172,28 @@ def test_langchain(server: Server, responses: bool) -> None:
     pieces = list(model.stream("What is the capital of France?"))
     assert "".join(piece.text for piece in pieces) == whole.text
     assert sum(piece.usage_metadata["output_tokens"] for piece in pieces if piece.usage_metadata) > 0
+
+
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_langchain_calls_tools_and_parses(server: Server, responses: bool) -> None:
+    """A call there and back, and an answer as an object, in the forms that it sends them in."""
+    model = ChatOpenAI(
+        base_url=server.info["base_url"],
+        api_key=SecretStr(token("search")),
+        model=MODEL,
+        temperature=0,
+        max_completion_tokens=80,
+        max_retries=0,
+        use_responses_api=responses,
+    )
+    asked = HumanMessage("What is the capital of France?")
+    called = model.bind_tools([Capital], tool_choice="Capital").invoke([asked])
+    [call] = called.tool_calls
+    assert call["name"] == "Capital"
+    Capital.model_validate(call["args"])
+    talk = [asked, called, ToolMessage("It is right.", tool_call_id=str(call["id"]))]
+    assert model.bind_tools([Capital], tool_choice="none").invoke(talk).text
+    assert isinstance(model.with_structured_output(Capital).invoke([asked]), Capital)
 
 
 @pytest.mark.parametrize("flags", [[], ["--no-stream"]], ids=["streamed", "whole"])

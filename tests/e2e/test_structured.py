@@ -154,6 +154,33 @@ def test_tools_auto_required_and_parallel(server: Server) -> None:
         assert choice.message.content or choice.message.tool_calls
 
 
+def test_only_what_is_allowed_is_called(server: Server) -> None:
+    """``allowed_tools``, in both APIs' forms: the model sees all of them and calls those."""
+    client = server.client()
+    name = OTHER["function"]["name"]
+    some: Any = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        tools=[WEATHER, OTHER],
+        tool_choice={"type": "allowed_tools", "allowed_tools": some},
+        n=4,
+        seed=3,
+        max_tokens=100,
+    )
+    called = [call for choice in answer.choices for call in choice.message.tool_calls or []]
+    assert called
+    assert {call.function.name for call in called} == {name}  # type: ignore[union-attr]
+    flat = client.responses.create(
+        model=MODEL,
+        input=QUESTION,
+        tools=[FLAT, {"type": "function", **OTHER["function"]}],
+        tool_choice={"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": name}]},
+        max_output_tokens=100,
+    )
+    assert {item.name for item in flat.output if item.type == "function_call"} == {name}
+
+
 def test_a_tool_whose_schema_does_not_compile_is_named(server: Server) -> None:
     broken: Any = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}
     with pytest.raises(openai.BadRequestError) as error:

@@ -48,6 +48,26 @@ def test_choices() -> None:
     assert "TEXT" not in grammar(tools=two, response_format=form)
 
 
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_some_of_them_may_be_allowed() -> None:
+    """The model sees all, and calls those: the grammar knows no others. An upstream is sent those alone."""
+    three = [tool(name) for name in ("f", "g", "h")]
+    text = grammar(tools=three, tool_choice=allowed("h", "f"))
+    assert "TEXT" in text
+    assert [f'\\"{name}\\"' in text for name in ("f", "g", "h")] == [True, False, True]
+    assert "TEXT" not in grammar(tools=three, tool_choice=allowed("g", mode="required"))
+    assert "{0,15}" in grammar(tools=three, tool_choice=allowed("g", mode="required"))
+    box = chat(tools=three, tool_choice=allowed("h", "f", "f", mode="required")).toolbox
+    assert box is not None
+    assert [each.name for each in box.shown] == ["f", "g", "h"]
+    assert [each["function"]["name"] for each in box.asked["tools"]] == ["f", "h"]
+    assert box.asked["tool_choice"] == "required"
+
+
 def test_none_and_no_tools_leave_the_text_alone() -> None:
     assert chat(tools=[tool()], tool_choice="none").constraint() is None
     for nothing in ({"tools": []}, {"tools": None, "tool_choice": "auto"}, {"tool_choice": "none"}):
@@ -80,6 +100,18 @@ def test_features() -> None:
         ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": allowed()}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": allowed("f", "g")}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": allowed("f", mode="none")}, "tool_choice"),
+        ({"tool_choice": allowed("f")}, "tool_choice"),
+        (
+            {
+                "tools": [tool()],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "mcp"}]}},
+            },
+            "tool_choice",
+        ),
+        ({"tools": [tool()], "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice"),
         ({"tools": [tool()], "ignore_eos": True}, "ignore_eos"),
         ({"tools": [tool()], "min_tokens": 2}, "min_tokens"),
         ({"tools": [tool()], "use_beam_search": True}, "tools"),
