@@ -132,6 +132,23 @@ def test_hits_at_the_edges_of_the_window_change_no_token(source: Path, attention
 
 
 @pytest.mark.parametrize("attention", ["native", "batched"])
+def test_a_long_prompt_again_and_again_and_changed_at_its_end(source: Path, attention: str) -> None:
+    """engine B1, B3 and B5: five windows long, in one slot. Every repeat answers as the first one, which nothing was
+    cached for; with other last tokens all is hit but what the edit and its block take."""
+    prompt, edit = [7 + (5 * index) % 211 for index in range(165)], 8
+    changed = [*prompt[:-edit], *range(1, 1 + edit)]
+    bench = Bench(source, engine(attention, max_running=1, max_step_tokens=48))
+    repeats = [bench.run([Generate(f"r{time}", prompt, 24, GREEDY)])[0] for time in range(4)]
+    assert [one.tokens for one in repeats] == [repeats[0].tokens] * 4
+    assert [one.last.prompt_cached for one in repeats if one.last is not None] == [0, 160, 160, 160]
+    found = bench.run([Generate("changed", changed, 24, GREEDY)])[0]
+    assert found.last is not None
+    assert found.last.prompt_cached >= len(prompt) - 16 - edit
+    fresh = Bench(source, engine(attention, prefix_cache=False)).run([Generate("fresh", changed, 24, GREEDY)])[0]
+    assert found.tokens == fresh.tokens
+
+
+@pytest.mark.parametrize("attention", ["native", "batched"])
 def test_nothing_of_another_sequence_is_read_behind_the_window(source: Path, attention: str) -> None:
     """What was given back is poisoned, as another sequence might: no token and no logit changes."""
     request = Generate("one", [11 + index % 150 for index in range(100)], 30, GREEDY)
