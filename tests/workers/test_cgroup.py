@@ -45,6 +45,15 @@ def test_time_of_cores(tmp_path: Path, files: dict[str, str], own: str, cores: f
         ({"memory.max": "12", "memory.current": "11", "memory.stat": "anon 4\ninactive_file 6"}, "0::/", 7),
         ({"memory.max": "12", "memory.current": "20"}, "0::/", 0),
         ({"memory.max": "99", "memory.current": "9", "a/memory.max": "12", "a/memory.current": "5"}, "0::/a", 7),
+        (
+            {
+                "memory/memory.limit_in_bytes": "12",
+                "memory/memory.usage_in_bytes": "11",
+                "memory/memory.stat": "inactive_file 1\nhierarchical_memory_limit 12\ntotal_inactive_file 6",
+            },
+            "4:memory:/",
+            7,
+        ),
         ({"memory/a/memory.limit_in_bytes": "12", "memory/a/memory.usage_in_bytes": "5"}, "4:memory:/a", 7),
         (
             {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "5"},

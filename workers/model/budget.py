@@ -110,7 +110,9 @@ def divide(
     weights += beside.weights
     rows = engine.step_rows
     activations = activation_bytes(model, engine, dtype.itemsize, model.vocab if sampled is None else sampled)
-    buffers = CUDA_BUFFERS + recorded_bytes(engine, context) if device.type == "cuda" else CPU_BUFFERS
+    buffers = CPU_BUFFERS
+    if device.type == "cuda":
+        buffers = CUDA_BUFFERS + (recorded_bytes(engine, context) if model.moe is None else 0)
     buffers += context * model.head_dim * dtype.itemsize + rows * 64
     if engine.weight_dtype != "auto":  # torch unpacks a matrix whole before it multiplies
         buffers += model.hidden * max(model.vocab, 2 * model.intermediate) * dtype.itemsize

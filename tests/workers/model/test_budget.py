@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from tests.workers.model import tiny
 from workers import cgroup
 from workers.config import EngineConfig
 from workers.model import budget
-from workers.model.config import ModelConfig, parse_config, read_config
+from workers.model.config import ModelConfig, MoeConfig, parse_config, read_config
 from workers.model.kv_cache import KvCacheSizeError
 from workers.model.loading import load
+from workers.model.parallel import part
+from workers.model.parallel.split import Split
 from workers.model_store import ModelStoreError
 
 GIB = 2**30
@@ -81,6 +84,20 @@ def test_recorded_steps_are_in_the_plan(model: ModelConfig, monkeypatch: pytest.
     assert buffers(attention="triton") == none + tables
     assert buffers() == buffers(attention="flashinfer") == none + tables + 35 * 8 * 2**20
     assert buffers(max_running=4) < none + tables + 35 * 8 * 2**20
+
+
+def test_where_no_steps_are_recorded_none_are_in_the_plan(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several devices, and mixtures of experts."""
+    monkeypatch.setattr(budget, "free_bytes", lambda device: 2**36)
+    engine, none = (EngineConfig(kv_cache="1MiB", cuda_graphs=recorded) for recorded in (True, False))
+    split = Split(model, 2, 1, False, 0)
+    with_graphs, without = (
+        part.plan(split, one, CUDA, torch.bfloat16, 256, budget.Beside()).buffers for one in (engine, none)
+    )
+    assert with_graphs == without
+    routed = replace(model, moe=MoeConfig(4, 2, 32, normalise=True))
+    with_graphs, without = (budget.divide(routed, one, CUDA, torch.bfloat16, 256).buffers for one in (engine, none))
+    assert with_graphs == without
 
 
 def test_auto_without_room_names_what_is_left(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.workers.model import tiny
+from tests.workers.model.test_config import FIELDS
+from workers.model.config import parse_config
+from workers.model.native.decoder import NativeCache
 from workers.model_store import ModelFiles
 
 MIB = 2**20
@@ -67,6 +73,21 @@ def test_a_cache_gets_its_memory_before_it_is_used(tmp_path: Path) -> None:
     assert int(pieces) >= int(size) // (4 * MIB) > 2
     assert 0.8 * int(size) < int(grown) < int(size) + 40 * MIB
     assert more == ["False", "False"]
+
+
+def test_a_cache_goes_with_its_last_user() -> None:
+    """Not when the garbage collector comes by: the next model may need its memory."""
+    cache = NativeCache(parse_config(FIELDS, {}, "config.json"), 64, 16, torch.bfloat16)
+    cache.touch()
+    gone = weakref.ref(cache)
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        del cache
+        assert gone() is None
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @pytest.mark.parametrize("attention", ["native", "batched"])

@@ -95,7 +95,7 @@ class NativeCache:
         except (OSError, ValueError, OverflowError) as error:
             raise KvCacheSizeError(no_room(blocks, blocks * self.block_bytes, "in memory")) from error
         self.data = flat.view(depth, blocks, per_block)
-        self._untouched = self._pieces()
+        self._untouched = _pieces(self.data, min(blocks, TOUCHED // self.block_bytes))
 
     def touch(self) -> bool:
         """Have the system find memory for the next 2 MiB, in the order in which blocks are taken. False: no more.
@@ -105,12 +105,6 @@ class NativeCache:
         """
         piece = next(self._untouched, None)
         return piece is not None and pack.touch(piece)
-
-    def _pieces(self) -> Iterator[Tensor]:
-        blocks = min(self.blocks, TOUCHED // self.block_bytes)
-        each = max(1, _PIECE // (self.data.shape[2] * self.data.itemsize))
-        for start in range(0, blocks, each):
-            yield from self.data[:, start : min(start + each, blocks)]
 
     def zero(self, blocks: list[int]) -> None:
         """Overwrite blocks with zeros in every layer."""
@@ -134,6 +128,13 @@ class NativeCache:
         if blocks:
             back = saved.view(self.data.dtype).view(len(blocks), self.data.shape[0], -1).movedim(0, 1)
             self.data.index_copy_(1, torch.tensor(blocks), back)
+
+
+def _pieces(data: Tensor, blocks: int) -> Iterator[Tensor]:
+    """2 MiB each of the first ``blocks``. Not the cache's method: it would keep the cache, and be kept by it."""
+    each = max(1, _PIECE // (data.shape[2] * data.itemsize))
+    for start in range(0, blocks, each):
+        yield from data[:, start : min(start + each, blocks)]
 
 
 @dataclass(slots=True)

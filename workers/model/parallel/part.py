@@ -67,7 +67,7 @@ def plan(
     share = split.width * split.stages if device.type == "cpu" else 1
     return divide(
         _counted(split),
-        engine,
+        engine.model_copy(update={"cuda_graphs": False}),  # ranks record no steps
         device,
         dtype,
         max_context,

@@ -37,6 +37,11 @@ def test_processes_starting_together_compile_once(compiler_that_logs: Path) -> N
     assert compiler_that_logs.read_text() == "call\n"
 
 
+def test_whoever_can_read_the_cache_can_read_the_kernel(compiler_that_logs: Path) -> None:
+    """An image is made by one user and runs as another; its digest is read."""
+    assert stat.S_IMODE(build.library().stat().st_mode) == 0o755
+
+
 def _spoil(content: bytes, how: str) -> bytes:
     middle = len(content) // 2
     return {
