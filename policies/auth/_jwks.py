@@ -4,7 +4,11 @@ Rules
 - One fetch at a time, whoever needs it; at most one attempt per ``cooldown_s`` (per ``RETRY_S`` while there is no set
   that may be trusted: then nobody can get in anyway).
 - A known key id is answered at once, also while a fetch runs: a flood of unknown ids slows nobody down.
+- A set is fetched anew from half of ``refresh_s`` on, beside the work. One that is older than ``refresh_s`` all the same
+  (nobody came for a while) is looked at only after a fetch, or once that has failed: a key that was removed is not
+  accepted for longer because nobody else asked.
 - An unknown key id waits for one fetch (key rotation), unless the last attempt is younger than the cooldown.
+- Keys are made of a document in a thread: it may hold thousands.
 - A failed fetch, or one without usable keys, changes nothing; a set older than ``max_stale_s`` is no longer trusted and
   every token is answered "unavailable" (503) rather than "invalid" (401).
 """
@@ -51,14 +55,19 @@ class KeySet:
         self._keys: Keys = {}
         self._good_at: float | None = None
         self._tried_at: float | None = None
+        self._down = False
+        """The last attempt failed."""
         self._task: asyncio.Task[None] | None = None
         self.fetches = 0
         """Attempts so far."""
 
     async def find(self, kid: str | None) -> VerifyKey:
         """The key for a token's ``kid``. Raises AuthError or PolicyUnavailableError."""
-        if self._age() > self._freshness.refresh_s:
+        age = self._age()
+        if age > self._freshness.refresh_s / 2:
             self._start()
+            if age > self._freshness.refresh_s and not self._down:
+                await self._fetched()
         if self._age() <= self._freshness.max_stale_s:
             key = self._lookup(kid)
             if key is not None:
@@ -66,16 +75,19 @@ class KeySet:
             if kid is None:
                 raise AuthError("the token names no key and the set has several")
             self._start()
-        task = self._task
-        if task is not None:
-            # Shielded: a caller that gives up must not cancel the fetch that others wait for.
-            await asyncio.shield(task)
+        await self._fetched()
         if self._age() > self._freshness.max_stale_s:
             raise PolicyUnavailableError("the key set cannot be fetched", self._pause())
         key = self._lookup(kid)
         if key is None:
             raise AuthError("unknown key id")
         return key
+
+    async def _fetched(self) -> None:
+        """Wait for the fetch that runs, if one does."""
+        if self._task is not None:
+            # Shielded: a caller that gives up must not cancel the fetch that others wait for.
+            await asyncio.shield(self._task)
 
     def _age(self) -> float:
         return float("inf") if self._good_at is None else self._clock() - self._good_at
@@ -100,10 +112,11 @@ class KeySet:
 
     async def _refresh(self) -> None:
         try:
+            asked = self._clock()
             document = await asyncio.wait_for(self._fetch(), self._freshness.fetch_timeout_s)
-            self._keys = self._parse(document)
-            self._good_at = self._clock()
-        except Exception:  # noqa: S110 - whatever went wrong, the last good set stays; its age tells in the end
-            pass
+            self._keys = await asyncio.to_thread(self._parse, document)
+            self._good_at, self._down = asked, False
+        except Exception:  # whatever went wrong, the last good set stays; its age tells in the end
+            self._down = True
         finally:
             self._task = None

@@ -66,7 +66,7 @@ def key_set(document: Any, algorithms: Sequence[str]) -> dict[str | None, Verify
         raise ValueError("not a JWKS: no list 'keys'")
     keys: dict[str | None, VerifyKey] = {}
     for entry in entries:
-        if not isinstance(entry, Mapping) or entry.get("kty") == "oct" or entry.get("use", "sig") != "sig":
+        if not isinstance(entry, Mapping) or entry.get("kty") == "oct" or not _verifies(entry):
             continue
         kid = entry.get("kid")
         loaded = _load_jwk(dict(entry), algorithms)
@@ -75,6 +75,12 @@ def key_set(document: Any, algorithms: Sequence[str]) -> dict[str | None, Verify
     if not keys:
         raise ValueError(f"no signing key for {', '.join(algorithms)} in the JWKS")
     return keys
+
+
+def _verifies(entry: Mapping[str, Any]) -> bool:
+    """Whether it is published for signatures (RFC 7517 §4.2, §4.3)."""
+    operations = entry.get("key_ops")
+    return entry.get("use", "sig") == "sig" and (not isinstance(operations, list) or "verify" in operations)
 
 
 def _load_jwk(entry: dict[str, Any], algorithms: Sequence[str]) -> VerifyKey | None:

@@ -4,6 +4,9 @@ Rules
 - The algorithms come from the config; a token's header only picks one of them, and only one that suits its key.
 - exp, iss and aud are required; nbf and iat are checked where present, with at most 30 s of leeway. The issuer is
   compared as a whole string; a list or any other type is refused.
+- A token has one way to be written, and no name in it comes twice (``_claims.py``).
+- An issuer may be confined to ``tenants``, or be one ``tenant``: whoever runs it can sign for any it may name, so another
+  company's provider must not be able to name ours.
 - ``crit`` and ``b64`` in the header are refused whatever they say: no extension is understood here (RFC 7515 §4.1.11).
 - A token of another issuer is refused before its key is looked for: it can make nobody fetch keys. What a token says of
   its issuer is checked again once it is verified.
@@ -17,24 +20,25 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
 import jwt
 from pydantic import Field, field_validator, model_validator
 
+from policies.auth import _claims
+from policies.auth._claims import claim, claimed_issuer
 from policies.auth._jwks import Freshness, KeySet
 from policies.auth._keys import ASYMMETRIC, HMAC_MIN_BYTES, VerifyKey, hmac_key, key_set, public_key
 from policies.auth._verified import Verified, VerifiedTokens
 from policies.spi import AuthError, PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec
 from policies.types import AuthRequest, Principal, TenantId
 
-MAX_TOKEN_BYTES = 8192
 WELL_KNOWN = "/.well-known/openid-configuration"
 _SOURCES = ("key_env", "key_file", "keys", "jwks_url", "jwks_file", "discover")
 _MAX_TENANT_CHARS = 128
@@ -74,6 +78,10 @@ class JwtConfig(PolicyConfig):
     discover: bool = False
     """Ask the issuer where its JWKS is (OpenID Connect discovery); ``issuer`` is its URL then."""
     tenant_claim: str = Field("tenant", min_length=1)
+    tenant: str | None = Field(None, min_length=1, max_length=_MAX_TENANT_CHARS)
+    """All of this issuer's tokens are this tenant's, whatever they claim; null: ``tenant_claim`` names it."""
+    tenants: tuple[str, ...] | None = Field(None, min_length=1)
+    """Names or shell patterns (``acme-*``) of the tenants that its tokens may name; null: any."""
     user_claim: str | None = "sub"
     groups_claim: str | None = None
     roles_claim: str | None = None
@@ -107,6 +115,8 @@ class JwtConfig(PolicyConfig):
             raise ValueError("a JWKS holds public keys; HMAC (HS…) algorithms take key_env, key_file or keys")
         if self.discover and not self.issuer.startswith(("https://", "http://")):
             raise ValueError("discover asks the issuer at its URL; issuer must be one (https://…), or name jwks_url")
+        if self.tenant is not None and (self.tenants is not None or "tenant_claim" in self.model_fields_set):
+            raise ValueError("tenant says whose all its tokens are; leave out tenants and tenant_claim")
         if self.refresh_s > self.max_stale_s:
             raise ValueError("refresh_s must not exceed max_stale_s")
         return self
@@ -158,11 +168,7 @@ class JwtAuth:
 
     async def authenticate(self, request: AuthRequest) -> Principal:
         """Verify the bearer token. Raises AuthError or PolicyUnavailableError."""
-        token = request.bearer
-        if token is None:
-            raise AuthError("no bearer token")
-        if len(token) > MAX_TOKEN_BYTES or not token.isascii():
-            raise AuthError("the token is too long or not ASCII")
+        token = _claims.presented(request.bearer)
         known = self._verified.look_up(token)
         if known is not None and await self._keys.find(known.kid) is known.key:
             return known.principal
@@ -179,10 +185,9 @@ class JwtAuth:
         return principal
 
     def _header(self, token: str) -> tuple[str, str | None]:
-        try:
-            header = jwt.get_unverified_header(token)
-        except Exception as error:  # the caller's bytes: whatever they provoke, the token is bad
-            raise AuthError(f"malformed token ({type(error).__name__})") from None
+        header = _claims.unverified(token, 0)
+        if header is None:
+            raise AuthError("malformed token")
         if "crit" in header or "b64" in header:
             raise AuthError("the header has crit or b64")
         algorithm, kid = header.get("alg"), header.get("kid")
@@ -202,7 +207,7 @@ class JwtAuth:
                 leeway=self._config.leeway_s,
                 options={"require": ["exp", "iss", "aud"], "verify_iss": False, "verify_sub": False},
             )
-        except Exception as error:  # as above
+        except Exception as error:  # the caller's bytes: whatever they provoke, the token is bad
             raise AuthError(f"token refused ({type(error).__name__})") from None
         issuer, expires = claims["iss"], claims["exp"]
         if issuer != self._config.issuer:
@@ -212,60 +217,31 @@ class JwtAuth:
         return claims
 
     def _principal(self, token: str, claims: Mapping[str, Any]) -> Principal:
-        tenant = self._tenant_from_claims(claims) if self._tenant_from_claims else None
-        if tenant is None:
-            tenant = claim(claims, self._config.tenant_claim)
-        if not isinstance(tenant, str) or not 0 < len(tenant) <= _MAX_TENANT_CHARS:
-            raise AuthError("no tenant in the token")
-        client = _text(claims, self._config.key_claim)
-        named = f"{self._config.issuer}\0{client}" if client else token
+        config = self._config
+        client = _claims.text(claims, config.key_claim)
+        named = f"{config.issuer}\0{client}" if client else _claims.signed_part(token)
         return Principal(
-            TenantId(tenant),
-            user=_text(claims, self._config.user_claim),
-            groups=_names(claims, self._config.groups_claim),
-            roles=_names(claims, self._config.roles_claim),
+            self._tenant(claims),
+            user=_claims.text(claims, config.user_claim),
+            groups=_claims.names(claims, config.groups_claim),
+            roles=_claims.names(claims, config.roles_claim),
             method="jwt",
             key_id=hashlib.sha256(named.encode()).hexdigest()[:12],
             expires_at=float(claims["exp"]),
         )
 
-
-def claimed_issuer(token: str) -> str | None:
-    """Who a token says it is from, unverified: good for choosing where to look for its key, and for nothing else."""
-    body = token.split(".", 2)[1:2]
-    try:
-        claims = json.loads(base64.urlsafe_b64decode(body[0] + "=" * (-len(body[0]) % 4))) if body else None
-    except (ValueError, RecursionError):
-        return None
-    issuer = claims.get("iss") if isinstance(claims, dict) else None
-    return issuer if isinstance(issuer, str) else None
-
-
-def claim(claims: Mapping[str, Any], path: str) -> Any:
-    """The claim at ``path`` (see the module's rules), or None."""
-    if path in claims:
-        return claims[path]
-    value: Any = claims
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
-def _text(claims: Mapping[str, Any], path: str | None) -> str | None:
-    """A claim's text; absent or empty is None. Raises AuthError for anything else."""
-    value = claim(claims, path) if path else None
-    if value is not None and not isinstance(value, str):
-        raise AuthError(f"the claim {path!r} is not a string")
-    return value or None
-
-
-def _names(claims: Mapping[str, Any], path: str | None) -> frozenset[str]:
-    """A list of strings, or one string; absent is empty. Raises AuthError for anything else."""
-    value = claim(claims, path) if path else None
-    values: Any = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
-        raise AuthError(f"the claim {path!r} is not a list of strings")
-    return frozenset(values)
+    def _tenant(self, claims: Mapping[str, Any]) -> TenantId:
+        config = self._config
+        if config.tenant is not None:
+            return TenantId(config.tenant)
+        tenant = self._tenant_from_claims(claims) if self._tenant_from_claims else None
+        if tenant is None:
+            tenant = claim(claims, config.tenant_claim)
+        if not isinstance(tenant, str) or not 0 < len(tenant) <= _MAX_TENANT_CHARS:
+            raise AuthError("no tenant in the token")
+        if config.tenants is not None and not any(fnmatchcase(tenant, pattern) for pattern in config.tenants):
+            raise AuthError("a tenant for which this issuer may not speak")
+        return TenantId(tenant)
 
 
 def _secret(ctx: PolicyContext, env: str | None, file: str | None, path: str) -> bytes:

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 
 from pydantic import Field
 
-from policies.auth.jwt import MAX_TOKEN_BYTES, JwtAuth, JwtConfig, claimed_issuer, make
+from policies.auth._claims import claimed_issuer, presented
+from policies.auth.jwt import JwtAuth, JwtConfig, make
 from policies.spi import AuthError, PolicyConfig, PolicyConfigError, PolicyContext, PolicySpec
 from policies.types import AuthRequest, Principal
 
@@ -31,12 +32,7 @@ class IssuersAuth:
 
     async def authenticate(self, request: AuthRequest) -> Principal:
         """Verify the bearer token. Raises AuthError or PolicyUnavailableError."""
-        token = request.bearer
-        if token is None:
-            raise AuthError("no bearer token")
-        if len(token) > MAX_TOKEN_BYTES or not token.isascii():
-            raise AuthError("the token is too long or not ASCII")
-        issuer = self._issuers.get(claimed_issuer(token) or "")
+        issuer = self._issuers.get(claimed_issuer(presented(request.bearer)) or "")
         if issuer is None:
             raise AuthError("unknown issuer")
         return await issuer.authenticate(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -62,6 +63,63 @@ async def test_a_new_key_is_accepted_at_once_and_a_removed_one_within_the_refres
     await settle()
     with pytest.raises(AuthError):
         await idp.find("old")
+
+
+async def test_a_removed_key_does_not_pass_because_nobody_came_for_a_while() -> None:
+    """gateway D1: the stated time counts, not the time since somebody else asked."""
+    idp = Idp("old", "new")
+    await idp.find("old")
+    idp.kids.remove("old")
+    idp.now += FRESH.refresh_s + 1
+    with pytest.raises(AuthError):
+        await idp.find("old")
+    assert await idp.find("new") == "new"
+
+
+async def test_after_a_while_a_provider_that_is_down_is_waited_for_once() -> None:
+    idp = Idp("good")
+    await idp.find("good")
+    idp.up = False
+    idp.now += FRESH.refresh_s + 1
+    assert await idp.find("good") == "good"
+    assert idp.keys.fetches == 2
+    idp.gate = asyncio.Event()
+    idp.now += FRESH.cooldown_s + 1
+    with pytest.raises(StopIteration):  # the next attempt runs, nobody waits for it
+        idp.keys.find("good").send(None)
+    assert idp.keys.fetches == 3
+    idp.gate.set()
+    await settle()
+
+
+async def test_a_busy_set_is_fetched_anew_before_anybody_has_to_wait() -> None:
+    idp = Idp("good")
+    await idp.find("good")
+    idp.now += FRESH.refresh_s / 2 + 1
+    with pytest.raises(StopIteration):
+        idp.keys.find("good").send(None)
+    with pytest.raises(AuthError):
+        await idp.find("unknown")  # waits for the fetch that runs
+    assert idp.keys.fetches == 2
+    idp.now += FRESH.refresh_s / 2
+    with pytest.raises(StopIteration):
+        idp.keys.find("good").send(None)
+
+
+async def test_a_large_document_is_read_beside_the_loop() -> None:
+    """A provider whose set takes long to read delays nobody's request."""
+    loop_thread = threading.get_ident()
+    read_in: list[int] = []
+
+    async def fetch() -> Any:
+        return ["a"]
+
+    def parse(document: Any) -> dict[str | None, VerifyKey]:
+        read_in.append(threading.get_ident())
+        return Idp.parse(document)
+
+    assert (await KeySet(fetch, parse, FRESH, lambda: 0.0).find("a")).key == "a"
+    assert read_in != [loop_thread]
 
 
 async def test_many_callers_share_one_fetch() -> None:

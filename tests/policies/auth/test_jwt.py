@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 import warnings
@@ -186,6 +187,71 @@ async def test_a_token_over_8_kib_is_refused_although_it_is_signed() -> None:
         await build(HMAC).authenticate(sign(extra="x" * 8000))
 
 
+@pytest.mark.parametrize("noise", ["=", "==", "====", "!!!!", " ", "%3D", "\u00e9"])
+async def test_a_token_is_written_in_one_way(noise: str) -> None:
+    """Else whoever has one token counts as many credentials, each with limits of its own (``key_limits``)."""
+    auth, token = build(HMAC), sign().bearer or ""
+    assert await auth.authenticate(bearer(token))
+    for other in (token + noise + "=", token[:-4] + noise + token[-4:], token.replace(".", f"{noise}.", 1)):
+        with pytest.raises(AuthError, match="base64url"):
+            await auth.authenticate(bearer(other))
+
+
+async def test_a_signature_that_was_rewritten_is_the_same_credential(tmp_path: Path) -> None:
+    """Anybody can make a second valid ECDSA signature of a first one, without the key."""
+    (tmp_path / "key.pem").write_bytes(public_pem(ec_key()))
+    auth = build({**BASE, "algorithms": ["ES256"], "key_file": "key.pem"}, tmp_path)
+    token = sign(ec_key(), "ES256").bearer or ""
+    order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+    signed, _, text = token.rpartition(".")
+    raw = base64.urlsafe_b64decode(text + "==")
+    other = raw[:32] + (order - int.from_bytes(raw[32:], "big")).to_bytes(32, "big")
+    twin = f"{signed}.{base64.urlsafe_b64encode(other).decode().rstrip('=')}"
+    first, second = await auth.authenticate(bearer(token)), await auth.authenticate(bearer(twin))
+    assert token != twin
+    assert first.key_id == second.key_id
+
+
+@pytest.mark.parametrize(
+    ("header", "payload"),
+    [
+        ('{"alg": "none", "alg": "HS256"}', "%s"),
+        ('{"alg": "HS256", "kid": "a", "kid": "b"}', "%s"),
+        ('{"alg": "HS256"}', '{"tenant": "other", %s'),
+        ('{"alg": "HS256"}', '{"more": {"a": 1, "a": 2}, %s'),
+        ('{"alg": "HS256"}', '{"more": NaN, %s'),
+        ('{"alg": "HS256"}', '{"more": -Infinity, %s'),
+    ],
+    ids=range(6),
+)
+async def test_what_two_readers_could_read_differently_is_refused(header: str, payload: str) -> None:
+    """A name that comes twice: a proxy in front may decide by the first one, we would by the last."""
+    good = json.dumps(claims())
+    body = payload % (good if payload == "%s" else good[1:])
+    signed = ".".join(base64.urlsafe_b64encode(text.encode()).decode().rstrip("=") for text in (header, body))
+    signature = jwt.get_algorithm_by_name("HS256").sign(signed.encode(), SECRET.encode())
+    token = f"{signed}.{base64.urlsafe_b64encode(signature).decode().rstrip('=')}"
+    assert jwt.decode(token, SECRET, ["HS256"], audience="forebay")["tenant"] == "search"
+    with pytest.raises(AuthError):
+        await build(HMAC).authenticate(bearer(token))
+
+
+async def test_an_issuer_speaks_only_for_the_tenants_that_it_may_name() -> None:
+    """Whoever runs it can sign for any tenant that it may name: another company's provider must not name ours."""
+    auth = build({**HMAC, "tenants": ["acme", "acme-*"]}, tenant_from_claims=lambda claims: claims.get("org"))
+    for tenant in ("acme", "acme-eu"):
+        assert (await auth.authenticate(sign(tenant=tenant))).tenant == tenant
+    for changes in ({"tenant": "search"}, {"tenant": "ACME"}, {"tenant": "xacme"}, {"tenant": "acme", "org": "search"}):
+        with pytest.raises(AuthError, match="may not speak"):
+            await auth.authenticate(sign(**changes))
+
+
+async def test_an_issuer_may_be_one_tenant_whatever_its_tokens_say() -> None:
+    auth = build({**HMAC, "tenant": "acme"}, tenant_from_claims=lambda claims: claims.get("org"))
+    for changes in ({"tenant": "search"}, {"tenant": None}, {"tenant": 7}, {"org": "search"}):
+        assert (await auth.authenticate(sign(**changes))).tenant == "acme"
+
+
 async def test_refusals_carry_nothing_of_the_token() -> None:
     """gateway D3: no detail leaks, not even into the log's message."""
     for request in (sign(key="k" * 64), sign(exp=NOW - 99, tenant="secret-tenant"), bearer("secret-tenant.x.y")):
@@ -266,6 +332,9 @@ async def test_the_plugin_hook_maps_claims_to_a_tenant() -> None:
         ({"key_env": None, "jwks_url": "https://x/keys"}, "with", "JWKS holds public keys"),
         ({"key_env": None, "keys": {"a": {}}}, "with.keys.a", "either env"),
         ({"refresh_s": 7200}, "with", "refresh_s must not exceed"),
+        ({"tenants": []}, "with.tenants", ""),
+        ({"tenant": "a", "tenants": ["a"]}, "with", "leave out tenants"),
+        ({"tenant": "a", "tenant_claim": "org"}, "with", "leave out tenants and tenant_claim"),
         ({"algorithms": ["RS256"]}, "with.key_env", "is not a PEM public key"),
         ({"algorithms": ["RS256"], "key_env": "PRIVATE"}, "with.key_env", "is a private key"),
         ({"algorithms": ["RS256"], "key_env": "WEAK"}, "with.key_env", "1024 bits"),
@@ -307,6 +376,7 @@ async def test_jwks_file_is_checked_at_start(tmp_path: Path) -> None:
 async def test_key_set_entries_are_used_only_for_what_they_are(tmp_path: Path) -> None:
     entries = [
         jwk(rsa_key(), "enc", use="enc"),
+        jwk(rsa_key(), "wraps", key_ops=["wrapKey"]),
         jwk(rsa_key(), "pinned", alg="PS256"),
         jwk(rsa_key("weak", 1024), "weak"),
         {"kty": "oct", "kid": "oct", "k": part("x" * 64)},
@@ -321,6 +391,7 @@ async def test_key_set_entries_are_used_only_for_what_they_are(tmp_path: Path) -
         weak = jwt.encode(claims(), rsa_key("weak", 1024), "RS256", headers={"kid": "weak"})
     for request in (
         sign(rsa_key(), "RS256", {"kid": "enc"}),
+        sign(rsa_key(), "RS256", {"kid": "wraps"}),
         sign(rsa_key(), "RS256", {"kid": "pinned"}),
         sign(rsa_key(), "PS256", {"kid": "good"}),
         sign(rsa_key(), "RS256"),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from policies.auth.jwt import claim, claimed_issuer, keys_url
+from policies.auth._claims import claim, claimed_issuer
+from policies.auth.jwt import keys_url
 from policies.manager import make_manager
 from policies.registry import Registry
 from policies.spi import AuthError, PolicyConfigError, PolicyContext, PolicyUnavailableError
