@@ -4,6 +4,8 @@ Rules
 - Changes are made one after another, in one thread of their own; the event loop never waits for the disk.
 - A change is committed together with its audit entry (``store.py``), then in force, then in the log. An entry that the
   log does not take (a full disk) is tried again every ``POLL_S``; it is lost at no time.
+- A change is thought out over what is in the file: where another gateway wrote meanwhile, it is thought out again. So
+  neither a merge patch nor a rotation takes back what the other one did (a revocation, say).
 - Other gateways that share the folder see a change within ``POLL_S`` + its read: a revoked key ends everywhere.
 - Without ``state.path`` there is nothing to write to: changes are refused with 409, ``record`` does nothing.
 """
@@ -15,9 +17,10 @@ import contextlib
 import secrets
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +28,7 @@ from gateway import log
 from gateway.errors import ApiError
 from gateway.state.audit import Actor, AuditLog, Event, find_key
 from gateway.state.records import KeyDirectory, KeyRecord, Secret
-from gateway.state.store import Snapshot, Store
+from gateway.state.store import ChangedMeanwhile, Snapshot, Store
 from policies.auth.api_key import digest_of, key_prefix, make_key
 
 _log = log.get("state")
@@ -33,7 +36,11 @@ _log = log.get("state")
 POLL_S = 1.0
 MAX_OVERLAP_S = 30 * 86_400.0
 
+_ATTEMPTS = 100
+"""Each one that fails is somebody else's change that was written."""
+
 T = TypeVar("T")
+Write = Callable[[Store], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +127,7 @@ class Registrar:
             secrets=(kept,),
         )
         event = Event(actor, "key.create", f"key:{key.id}", after=key.as_json(now))
-        async with self._change() as store:
-            await self._apply(lambda: store.put_key(key, event))
+        await self._change(lambda: (key, lambda store: store.put_key(key, event)))
         return key, secret
 
     async def rotate_key(self, actor: Actor, key_id: str, overlap_s: float) -> tuple[KeyRecord, str]:
@@ -129,11 +135,11 @@ class Registrar:
 
         Raises ApiError: 404 unknown key, 409 one that is revoked or expired.
         """
-        async with self._change() as store:
-            now = self._clock()
-            old = self._active(key_id, now)
-            secret, kept = _new_secret(now)
-            end = now + overlap_s
+        now = self._clock()
+        secret, kept = _new_secret(now)
+
+        def rotated() -> tuple[KeyRecord, Write]:
+            old, end = self._active(key_id, now), now + overlap_s
             ending = [
                 item if item.ends_at is not None and item.ends_at < end else replace(item, ends_at=end)
                 for item in old.secrets
@@ -141,20 +147,22 @@ class Registrar:
             ]
             key = replace(old, secrets=(*ending, kept))
             event = Event(actor, "key.rotate", f"key:{key_id}", old.as_json(now), key.as_json(now))
-            await self._apply(lambda: store.put_key(key, event))
-        return key, secret
+            return key, lambda store: store.put_key(key, event)
+
+        return await self._change(rotated), secret
 
     async def revoke_key(self, actor: Actor, key_id: str) -> KeyRecord:
         """End a key at once. Idempotent. Raises ApiError 404."""
-        async with self._change() as store:
-            now = self._clock()
-            old = self._known(key_id)
+
+        def revoked() -> tuple[KeyRecord, Write | None]:
+            now, old = self._clock(), self._known(key_id)
             if old.revoked_at is not None:
-                return old
+                return old, None
             key = replace(old, revoked_at=now)
             event = Event(actor, "key.revoke", f"key:{key_id}", old.as_json(now), key.as_json(now))
-            await self._apply(lambda: store.put_key(key, event))
-        return key
+            return key, lambda store: store.put_key(key, event)
+
+        return await self._change(revoked)
 
     async def change_tenant(
         self,
@@ -167,17 +175,19 @@ class Registrar:
     ) -> None:
         """Replace what is kept of a tenant by what ``work`` makes of it (None: nothing); what it raises goes through.
 
-        ``revoke_keys``: with nothing left of the tenant its keys end too.
+        ``revoke_keys``: with nothing left of the tenant its keys end too. ``work`` may be asked more than once.
         """
-        async with self._change() as store:
+
+        def changed() -> tuple[None, Write]:
             old = self._snapshot.tenants.get(tenant)
             new = work(old)
             event = Event(actor, action, f"tenant:{tenant}", old, new)
             if new is not None:
-                await self._apply(lambda: store.put_tenant(tenant, new, event))
-            else:
-                end = self._clock() if revoke_keys else None
-                await self._apply(lambda: store.delete_tenant(tenant, end, event))
+                return None, lambda store: store.put_tenant(tenant, new, event)
+            end = self._clock() if revoke_keys else None
+            return None, lambda store: store.delete_tenant(tenant, end, event)
+
+        await self._change(changed)
 
     async def record(self, event: Event) -> None:
         """Put something in the log that was done elsewhere (a swap, a purge). A failure is logged; the deed is done."""
@@ -196,13 +206,22 @@ class Registrar:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def _change(self) -> AsyncIterator[Store]:
-        if self._store is None:
+    async def _change(self, plan: Callable[[], tuple[T, Write | None]]) -> T:
+        """``plan`` says what to answer and what to write (None: nothing), by what is in the file. What it raises goes
+        through.
+        """
+        store = self._store
+        if store is None:
             raise state_required()
         async with self._changing:
-            await self._refresh()
-            yield self._store
+            for _ in range(_ATTEMPTS):
+                await self._refresh()
+                answer, write = plan()
+                with contextlib.suppress(ChangedMeanwhile):
+                    if write is not None:
+                        await self._apply(partial(write, store))
+                    return answer
+        raise _not_written(OSError("other gateways write all the time"))
 
     async def _apply(self, write: Callable[[], None]) -> None:
         """Commit, put in force, log. Shielded: a caller that hangs up leaves nothing half done."""
@@ -246,10 +265,8 @@ class Registrar:
         """Bring what is pending into the log. In the thread."""
         assert self._store is not None
         try:
-            for number, entry in self._store.pending():
-                self._audit.append(entry)
-                self._store.written(number)
-        except (OSError, ValueError) as error:
+            self._store.hand_on(self._audit.append)
+        except (OSError, ValueError, sqlite3.Error) as error:
             _log.error("audit_delayed", why=str(error))
 
     async def _watch(self) -> None:

@@ -4,7 +4,9 @@ Rules
 - Every change is one transaction, on the disk before the caller hears of it (WAL, synchronous=FULL), and it holds the
   entry for the audit log too: no change is ever without one, wherever a crash comes. ``pending`` entries are deleted
   once they are in the log.
-- Several gateways may share the file; each sees the others' changes by ``version``.
+- Several gateways may share the file; each sees the others' changes by ``version``. A change that was thought out over
+  an older state than the file's is refused (``ChangedMeanwhile``): written, it would undo what another gateway did.
+- Pending entries are handed on one at a time, under the file's lock: two gateways never enter one twice.
 - Methods block: call them from one thread (``registrar.py`` does), never from the event loop.
 - ``user_version`` is the schema's; a file of a newer release is refused, an older one is brought forward.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,10 @@ CREATE INDEX secrets_by_key ON secrets (key);
 CREATE TABLE pending (number INTEGER PRIMARY KEY, entry TEXT NOT NULL) STRICT;
 PRAGMA user_version = 1;
 """
+
+
+class ChangedMeanwhile(Exception):  # noqa: N818 - no error: whoever wanted to write looks again
+    """Another gateway has written since the last ``snapshot``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,8 @@ class Store:
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.execute("PRAGMA foreign_keys = ON")
             self._migrate()
+            self._as_of: int | None = None
+            """The version that the last snapshot shows."""
         except sqlite3.Error as error:
             self._db.close()
             raise StateError(f"state.path: {self.path} is not usable ({error})") from None
@@ -111,9 +119,10 @@ class Store:
                     "ORDER BY created_at, id"
                 )
             }
+            self._as_of = self.version()
         return Snapshot(tenants, keys)
 
-    # -- changes --------------------------------------------------------------------------------------------------
+    # -- changes: raise ChangedMeanwhile where the last snapshot is not what is in the file ---------------------------
 
     def put_key(self, key: KeyRecord, event: Event) -> None:
         """Add a key, or replace one and its secrets."""
@@ -158,20 +167,27 @@ class Store:
 
     # -- the audit log's outbox -------------------------------------------------------------------------------------
 
-    def pending(self) -> list[tuple[int, dict[str, Any]]]:
-        """Entries that are not known to be in the log, oldest first."""
-        rows = self._db.execute("SELECT number, entry FROM pending ORDER BY number")
-        return [(number, json.loads(entry)) for number, entry in rows]
+    def pending(self) -> int:
+        """How many entries are not known to be in the log."""
+        return int(self._db.execute("SELECT count(*) FROM pending").fetchone()[0])
 
-    def written(self, number: int) -> None:
-        """An entry is in the log."""
-        self._db.execute("DELETE FROM pending WHERE number = ?", (number,))
+    def hand_on(self, append: Callable[[Mapping[str, Any]], object]) -> None:
+        """Give them to ``append``, oldest first. What it raises goes through, and its entry stays."""
+        while self.pending():
+            with self._transaction("IMMEDIATE"):
+                row = self._db.execute("SELECT number, entry FROM pending ORDER BY number LIMIT 1").fetchone()
+                if row is None:  # another gateway was quicker
+                    return
+                append(json.loads(row[1]))
+                self._db.execute("DELETE FROM pending WHERE number = ?", (row[0],))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _change(self, event: Event) -> Iterator[None]:
         with self._transaction("IMMEDIATE"):
+            if self._as_of is not None and self.version() != self._as_of:
+                raise ChangedMeanwhile
             yield
             self._db.execute("INSERT INTO pending (entry) VALUES (?)", (json.dumps(event.as_json()),))
 

@@ -1,8 +1,8 @@
 """Reading a token: its parts as text and JSON, and claims by name. Nothing here verifies anything.
 
 Rules
-- A token is three parts of base64url without padding (RFC 7515 §3.1) and nothing else: one text for one token, or whoever
-  has one could write it in several ways and count as several credentials.
+- A token is three parts of base64url without padding (RFC 7515 §3.1) and nothing else: one text for one token, or
+  whoever has one could write it in several ways and count as several credentials.
 - A name that comes twice in an object, and numbers that JSON has not (NaN), make it unreadable: whoever else reads the
   same token might take the other one (RFC 8725 §2.4).
 """

@@ -4,9 +4,9 @@ Rules
 - One fetch at a time, whoever needs it; at most one attempt per ``cooldown_s`` (per ``RETRY_S`` while there is no set
   that may be trusted: then nobody can get in anyway).
 - A known key id is answered at once, also while a fetch runs: a flood of unknown ids slows nobody down.
-- A set is fetched anew from half of ``refresh_s`` on, beside the work. One that is older than ``refresh_s`` all the same
-  (nobody came for a while) is looked at only after a fetch, or once that has failed: a key that was removed is not
-  accepted for longer because nobody else asked.
+- A set is fetched anew from half of ``refresh_s`` on, beside the work. One that is older than ``refresh_s`` all the
+  same (nobody came for a while) is looked at only after a fetch, or once that has failed: a key that was removed is
+  not accepted for longer because nobody else asked.
 - An unknown key id waits for one fetch (key rotation), unless the last attempt is younger than the cooldown.
 - Keys are made of a document in a thread: it may hold thousands.
 - A failed fetch, or one without usable keys, changes nothing; a set older than ``max_stale_s`` is no longer trusted and

@@ -5,8 +5,8 @@ Rules
 - exp, iss and aud are required; nbf and iat are checked where present, with at most 30 s of leeway. The issuer is
   compared as a whole string; a list or any other type is refused.
 - A token has one way to be written, and no name in it comes twice (``_claims.py``).
-- An issuer may be confined to ``tenants``, or be one ``tenant``: whoever runs it can sign for any it may name, so another
-  company's provider must not be able to name ours.
+- An issuer may be confined to ``tenants``, or be one ``tenant``: whoever runs it can sign for any it may name, so
+  another company's provider must not be able to name ours.
 - ``crit`` and ``b64`` in the header are refused whatever they say: no extension is understood here (RFC 7515 §4.1.11).
 - A token of another issuer is refused before its key is looked for: it can make nobody fetch keys. What a token says of
   its issuer is checked again once it is verified.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sqlite3
 import stat
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway.state.audit import Actor, Event
 from gateway.state.folder import StateError
 from gateway.state.records import KeyDirectory, KeyRecord, Secret
-from gateway.state.store import FILE, Store
+from gateway.state.store import FILE, ChangedMeanwhile, Store
 
 EVENT = Event(Actor("admin", "api"), "x", "y")
 KEY = KeyRecord("k1", "search", 1.0, "ann", ("g",), ("r",), "laptop", secrets=(Secret(b"d" * 32, "fb_abc", 1.0),))
@@ -27,9 +29,16 @@ def test_what_was_put_is_there_after_a_restart(tmp_path: Path) -> None:
     again = Store(tmp_path)
     assert again.snapshot().keys == {"k1": KEY}
     assert again.snapshot().tenants == {"search": {"weight": 3}}
-    assert [entry["id"] for _, entry in again.pending()] == [EVENT.id] * 3
-    again.written(again.pending()[0][0])
-    assert len(again.pending()) == 2
+    handed: list[str] = []
+
+    def append(entry: Mapping[str, Any]) -> None:
+        if len(handed) == 2:
+            raise OSError("full")
+        handed.append(entry["id"])
+
+    with pytest.raises(OSError, match="full"):
+        again.hand_on(append)
+    assert (handed, again.pending()) == ([EVENT.id] * 2, 1)
     again.close()
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
 
@@ -41,7 +50,7 @@ def test_a_change_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(sqlite3.IntegrityError):  # the same secret twice
         store.put_key(other, EVENT)
     assert list(store.snapshot().keys) == ["k1"]
-    assert len(store.pending()) == 1
+    assert store.pending() == 1
     store.close()
 
 
@@ -62,6 +71,21 @@ def test_another_connections_change_shows_in_the_version(tmp_path: Path) -> None
     one.put_key(KEY, EVENT)
     assert two.version() != seen
     assert two.snapshot().keys == {"k1": KEY}
+    one.close()
+    two.close()
+
+
+def test_a_change_that_was_thought_out_over_an_older_state_is_refused(tmp_path: Path) -> None:
+    """Written, a rotation by one gateway would take back another's revocation."""
+    one, two = Store(tmp_path), Store(tmp_path)
+    one.put_key(KEY, EVENT)
+    rotated = replace(two.snapshot().keys["k1"], secrets=(Secret(b"n" * 32, "fb_new", 2.0),))
+    one.put_key(replace(KEY, revoked_at=2.0), EVENT)
+    with pytest.raises(ChangedMeanwhile):
+        two.put_key(rotated, EVENT)
+    assert two.snapshot().keys["k1"].revoked_at == 2.0
+    assert two.pending() == 2
+    two.put_tenant("search", {}, EVENT)
     one.close()
     two.close()
 
