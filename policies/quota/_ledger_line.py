@@ -5,6 +5,8 @@ Rules
   nobody else waits for a keeper that is frozen. Meanwhile it is asked for a sign of life.
 - What is owed (settlements) is kept until it is acknowledged, and said again whenever the keeper is there again: saying
   it twice does no harm. It is bounded by what was running.
+- Device time adds up, so it is told under a number, and again under the same one until it is acknowledged; meanwhile
+  there is nothing newer on its way.
 - Idempotency keys that were claimed are claimed again with every connection: a keeper that began anew hears of them.
 - A question whose connection ends fails with ConnectionError; nobody knows whether it was heard.
 """
@@ -43,6 +45,9 @@ class Line:
         self.claims: dict[str, tuple[str, float | None]] = {}
         """Keys of requests that run here or were answered: the body, and with an answer until when it is kept."""
         self._client = secrets.token_hex(8)
+        self._batch = 0
+        self._unheard: tuple[Any, ...] | None = None
+        """What was told of devices and not acknowledged, with its number."""
         self._writer: asyncio.StreamWriter | None = None
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
@@ -110,6 +115,32 @@ class Line:
         self.owed.pop(job_id, None)
         self._news.set()
         return figures
+
+    async def devices(self, jobs: dict[JobId, list[int]], use: list[list[Any]], timeout_s: float) -> bool:
+        """Tell what workers did. False: it has to be told again; true also where that is done from here."""
+        if self._unheard is not None:
+            if not await self._tell_devices(timeout_s):
+                return False
+            self._unheard = None
+        if not self.up:
+            return False
+        self._batch += 1
+        self._unheard = (self._batch, jobs, use)
+        written = await self._tell_devices(timeout_s)
+        if written is not None:
+            self._unheard = None
+        return written is not False
+
+    async def _tell_devices(self, timeout_s: float) -> bool | None:
+        """Whether the keeper has written it; None where it says nothing, so that nobody knows."""
+        if self._unheard is None or not self.up:
+            return None
+        try:
+            return bool(await self.ask("devices", *self._unheard, timeout_s=timeout_s))
+        except (TimeoutError, ConnectionError):
+            return None
+        except PolicyUnavailableError:
+            return False
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():

@@ -31,6 +31,8 @@ from policies.types import DeviceTime, DeviceUse, Job, JobId, LimitStatus, Quota
 GRACE_S = 5.0
 FAREWELL_S = 2.0
 """How long the end waits for clients to take their last answers."""
+MAX_CLIENTS = 1000
+"""Of which it is remembered what they told last, also after they have gone."""
 _log = logging.getLogger(__name__)
 
 
@@ -74,6 +76,8 @@ class LedgerServer:
         """By client: what it has reserved and not settled."""
         self._here: dict[str, int] = {}
         """By client: its connections."""
+        self._batches: dict[str, tuple[int, asyncio.Future[bool]]] = {}
+        """By client: what it told of devices last, and whether that is written."""
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
@@ -174,8 +178,8 @@ class LedgerServer:
             number, job_id, usage, cost, now = rest
             self._do(number, self._settle(JobId(str(job_id)), Usage(*map(int, usage)), int(cost), float(now)), writer)
         elif kind == "devices":
-            number, jobs, use = rest
-            self._do(number, self.keeper.devices_ran(*wire.devices_in(jobs, use)), writer)
+            number, batch, jobs, use = rest
+            self._do(number, self._devices(client, int(batch), *wire.devices_in(jobs, use)), writer)
         elif kind == "claim":
             number, name, body, now = rest
             claim = self._claims.claim(client, str(name), str(body), float(now))
@@ -229,6 +233,21 @@ class LedgerServer:
                 held.pop(job.id, None)
         return wire.decision_out(decision)
 
+    async def _devices(
+        self, client: str, batch: int, jobs: Mapping[JobId, DeviceTime], use: Sequence[DeviceUse]
+    ) -> bool:
+        """Write it, once: one whose answer was late is told again, and may come over two connections in any order."""
+        last = self._batches.get(client)
+        if last is not None and batch < last[0]:
+            return True
+        if last is None or batch > last[0] or _failed(last[1]):
+            last = batch, asyncio.ensure_future(self.keeper.devices_ran(jobs, use))
+            self._batches.pop(client, None)
+            self._batches[client] = last
+            while len(self._batches) > MAX_CLIENTS:
+                del self._batches[next(iter(self._batches))]
+        return await asyncio.shield(last[1])
+
     async def _settle(self, job_id: JobId, usage: Usage, cost: int, now: float) -> dict[str, Any]:
         for held in self._held.values():
             held.pop(job_id, None)
@@ -236,3 +255,7 @@ class LedgerServer:
         if "remaining" in figures:
             figures["remaining"] = wire.states_out(figures["remaining"])
         return figures
+
+
+def _failed(writing: asyncio.Future[bool]) -> bool:
+    return writing.done() and (writing.cancelled() or writing.exception() is not None or not writing.result())

@@ -1,11 +1,12 @@
 """What is said between the gateway that keeps a ledger and those that ask it for quota: JSON arrays, one a line.
 
     asks    hello(version, client) · reserve(n, job, now) · settle(n, id, usage, cost, now)
-            devices(n, jobs, use) · status(n, accounts, now) · claim(n, name, body, now)
+            devices(n, batch, jobs, use) · status(n, accounts, now) · claim(n, name, body, now)
             started(id) · keep(name, until) · release(name) · ping()
     answers hello(version) · done(n, answer) · failed(n, text, retry_after_s) · refused(text) · pong()
 
-``n`` numbers the questions of a connection. ``now`` is the monotonic clock, which all processes of a machine share. Of
+``n`` numbers the questions of a connection, ``batch`` what a gateway tells of devices: one that is told again counts
+once. ``now`` is the monotonic clock, which all processes of a machine share. Of
 a job goes along what the books look at: who, which model, how much; nothing of its content, no key of a cache.
 """
 
@@ -33,7 +34,7 @@ from policies.types import (
     Usage,
 )
 
-VERSION = 2
+VERSION = 3
 MAX_LINE = 1 << 18
 """Bytes; a job's accounts are a few hundred."""
 _PLAIN = (

@@ -160,10 +160,7 @@ class SharedQuota:
         """Bring it to the keeper; false when it has to be told again."""
         spent = {name: [time.computed_ns, time.recompute_ns, time.retry_ns] for name, time in jobs.items()}
         rows = [[item.day, item.model, item.worker, item.kind, item.ns] for item in use]
-        try:
-            return bool(await self._line.ask("devices", spent, rows, timeout_s=max(1.0, self._timeout_s)))
-        except (TimeoutError, ConnectionError, PolicyUnavailableError):
-            return False
+        return await self._line.devices(spent, rows, max(1.0, self._timeout_s))
 
     async def usage(self, query: UsageQuery) -> list[UsageRow]:
         """Sums of what was settled, by all gateways. Raises LedgerError."""

@@ -214,7 +214,8 @@ async def test_nonsense_ends_one_connection_and_nothing_else(tmp_path: Path) -> 
             hello + b'["reserve", 1, {"id": 5}, "x"]\n',
             hello + b'["settle", 1, "x", ["a", 0, 0], 0, 0]\n',
             hello + b'["drop tables"]\n',
-            hello + b'["devices", 1, [], {}]\n',
+            hello + b'["devices", 1, 1, [], {}]\n',
+            hello + b'["devices", 1, {}, [], {}]\n',
             hello + b'["' + b"x" * (_ledger_wire.MAX_LINE + 10) + b'"]\n',
         ]
         for data in bad:
@@ -340,6 +341,43 @@ async def test_a_frozen_keeper_costs_one_request_its_patience(tmp_path: Path) ->
                     await asyncio.sleep(0.05)
             (total,) = await one.usage(EVER)
             assert (total.requests, total.output) == (1, 4)
+
+
+async def test_device_time_told_to_a_frozen_keeper_counts_once(tmp_path: Path) -> None:
+    """It adds up, and what waits in the socket is read when the keeper thaws, however often it was said."""
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    told = waiting = 0
+
+    async def tell(one: SharedQuota, ns: int) -> None:
+        nonlocal told, waiting
+        told, waiting = told + ns, waiting + ns
+        if await one.devices_ran({}, [DeviceUse(today, "model", "w", "idle", waiting)]):
+            waiting = 0
+
+    with process(tmp_path) as child:
+        async with replica(tmp_path, timeout_s=0.25) as one:
+            await until(lambda: one.writable(), "it is there")
+            child.send_signal(signal.SIGSTOP)
+            for _ in range(3):
+                await tell(one, 1000)
+            child.send_signal(signal.SIGCONT)
+            await until(lambda: one.writable(), "it is taken up again")
+            async with asyncio.timeout(60):
+                while waiting or one._line._unheard is not None:
+                    await tell(one, 1)
+            assert [use.ns for use in await one.device_use(today, today)] == [told]
+
+
+async def test_what_was_told_of_devices_counts_once_in_any_order(tmp_path: Path) -> None:
+    """The lines of a connection that was given up may be read after those of the next one."""
+    async with keeper(tmp_path) as own:
+        today = time.strftime("%Y-%m-%d", time.gmtime())
+        server = own._open._server
+        assert server is not None
+        told = [server._devices("one", batch, {}, [DeviceUse(today, "m", "w", "idle", 1)]) for batch in (1, 1, 2, 1, 2)]
+        assert await asyncio.gather(*told) == [True] * 5
+        assert await server._devices("two", 1, {}, [DeviceUse(today, "m", "w", "idle", 1)])
+        assert [use.ns for use in await own.device_use(today, today)] == [3]
 
 
 async def test_a_keeper_that_is_killed_and_comes_back_is_brought_what_ran(tmp_path: Path) -> None:
