@@ -4,7 +4,8 @@ Rules
 - ``objections`` looks at everything and takes nothing; ``take`` takes everything and asks nothing.
 - A limit that changes is adopted without a refill; one that is new counts from then on (a budget: from the month's
   spending so far, which is kept whether there is a budget or not).
-- Spending belongs to one calendar month; a correction for an earlier month changes nothing any more.
+- Spending belongs to one calendar month. That of the month which was left last is kept: a clock that was wrong and is
+  set right, in either direction, finds what was spent; corrections reach it too. Those for other months change nothing.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class Account:
     month: int = 0
     spent: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "currency": 0})
     """In ``month``, reservations included."""
+    left_month: tuple[int, dict[str, int]] | None = None
+    """The month that was left last, and what was spent in it."""
     reservations: int = 0
     checked_at: float = 0.0
 
@@ -78,9 +81,11 @@ class Account:
         """Bring levels up to date."""
         for bucket in self.buckets.values():
             bucket.refill(at.now)
-        if at.month > self.month:
-            self.month = at.month
-            self.spent = dict.fromkeys(self.spent, 0)
+        if at.month != self.month:
+            known, self.left_month = self.left_month, (self.month, self.spent)
+            if known is None or known[0] != at.month:
+                known = at.month, dict.fromkeys(self.spent, 0)
+            self.month, self.spent = known
 
     def adopt(self, limits: Limits, at: Instant) -> None:
         """Bring levels and limits up to date."""
@@ -148,16 +153,20 @@ class Account:
 
     def spend(self, cost: Units, month: int, sign: int) -> None:
         """Correct what was spent in ``month``."""
-        if month == self.month:
-            for unit in self.spent:
-                self.spent[unit] += sign * cost[unit]
+        left = self.left_month
+        spent = self.spent if month == self.month else left[1] if left is not None and month == left[0] else {}
+        for unit in spent:
+            spent[unit] += sign * cost[unit]
 
     def idle(self, at: Instant, *, keep_spent: bool) -> bool:
         """Whether nothing is lost by forgetting it. ``keep_spent``: what was spent counts even without a budget."""
         if self.reservations or not all(bucket.is_full(at.now) for bucket in self.buckets.values()):
             return False
-        counts = keep_spent or any(capacity(self.limits, name) is not None for name in BUDGETS)
-        return self.month < at.month or not counts or not any(self.spent.values())
+        if not keep_spent and all(capacity(self.limits, name) is None for name in BUDGETS):
+            return True
+        self.refresh(at)
+        later = self.left_month is not None and self.left_month[0] > at.month and any(self.left_month[1].values())
+        return not later and not any(self.spent.values())
 
     def headers(self, at: Instant) -> dict[str, LimitState]:
         """The tightest limit per header name. Levels must be up to date."""

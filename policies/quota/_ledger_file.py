@@ -110,12 +110,12 @@ class LedgerFile:
         ).fetchone()[0]
         if newest is None:
             return False
+        # Each by its own time: where the clock was wrong for a while, a row's neighbours are of another age.
+        old = "SELECT seq FROM reservations WHERE seq <= ? AND at < ? AND seq NOT IN (SELECT seq FROM open)"
         with self._connection:
             self._connection.execute("BEGIN")
-            self._connection.execute("DELETE FROM settlements WHERE seq <= ?", (newest,))
-            self._connection.execute(
-                "DELETE FROM reservations WHERE seq <= ? AND seq NOT IN (SELECT seq FROM open)", (newest,)
-            )
+            self._connection.execute(f"DELETE FROM settlements WHERE seq IN ({old})", (newest, before))
+            self._connection.execute(f"DELETE FROM reservations WHERE seq IN ({old})", (newest, before))
         return True
 
     def accounts(self, now: float, wall: float) -> list[Account]:
@@ -137,12 +137,12 @@ class LedgerFile:
         return list(found.values())
 
     def _spent(self, month: int) -> Iterable[tuple[tuple[str, str, str], int, int]]:
-        first = _day(month_start(month))
+        days = _day(month_start(month)), _day(month_start(month + 1))
         query = """
             SELECT organisation, tenant, user, sum(prompt + cached + output), sum(cost) FROM usage
-            WHERE day >= ? GROUP BY organisation, tenant, user
+            WHERE day >= ? AND day < ? GROUP BY organisation, tenant, user
         """
-        for organisation, tenant, user, tokens, cost in self._connection.execute(query, (first,)):
+        for organisation, tenant, user, tokens, cost in self._connection.execute(query, days):
             yield ("tenant", tenant, tenant), tokens, cost
             if organisation:
                 yield ("organisation", "", organisation), tokens, cost

@@ -6,6 +6,8 @@ Rules
   bounds, or else kept here and tried again before anything else, every ``RETRY_S`` and with every new batch: until
   then no reservation passes, so what is kept is bounded by what was running. Nor does one pass before the ballast is
   there again: the space that it gave up belongs to what was running, not to new work.
+- No row is deleted as too old while the calendar is ahead of the time that has passed since the start: the clock was
+  wrong then or is now, and what was deleted by mistake is gone.
 - A future that is given to ``put`` is resolved once, in its own loop: True when its rows are written, False when they
   are kept to be written later; an exception for a reservation that is not taken.
 """
@@ -28,6 +30,7 @@ from policies.spi import PolicyUnavailableError
 RETRY_S = 1.0
 MAX_BATCH = 2000
 FORGET_EVERY_S = 60.0
+MAX_LEAP_S = 86_400.0
 _log = logging.getLogger(__name__)
 
 
@@ -52,6 +55,7 @@ class Writer:
         self._items: SimpleQueue[Item | None] = SimpleQueue()
         self._kept: list[Item] = []
         self._forget_at = 0.0
+        self._began = wall() - time.monotonic()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self.healthy = True
         """Whether the last batch was written."""
@@ -133,9 +137,10 @@ class Writer:
 
     def _keep_house(self) -> None:
         """A part of the old rows at a time, so that nobody waits long; soon again while there are more."""
-        more = False
-        with contextlib.suppress(sqlite3.Error):
-            more = self._file.forget(self._wall())
+        more, wall = False, self._wall()
+        if wall - time.monotonic() - self._began <= MAX_LEAP_S:
+            with contextlib.suppress(sqlite3.Error):
+                more = self._file.forget(wall)
         self._forget_at = time.monotonic() + (1.0 if more else FORGET_EVERY_S)
 
 

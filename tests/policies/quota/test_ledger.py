@@ -314,6 +314,29 @@ async def test_old_rows_go_and_sums_stay(tmp_path: Path) -> None:
         assert total.requests == 6
 
 
+async def test_a_clock_that_leaps_deletes_no_row_and_spends_no_budget(tmp_path: Path) -> None:
+    """Ahead for a moment, or back to 1970: rows go by their own age, and none while the calendar is ahead of time."""
+    now = time.time()
+    wall = [now]
+    quota = LedgerQuota(tmp_path / "ledger.db", LedgerConfig(keep_days=30), wall=lambda: wall[0])
+    await quota.start()
+    for name, moment in (("a", now), ("back", 5.0), ("b", now), ("ahead", now + 400 * 86_400), ("c", now)):
+        wall[0] = moment
+        await quota.reserve(job(name, tokens_per_month=1000), 0.0)
+        await quota.settle(JobId(name), Charge(10, 0, 10), 0.0)
+        writer = quota._open.writer
+        assert writer is not None
+        await asyncio.to_thread(writer._keep_house)
+    ids = "SELECT id FROM reservations JOIN settlements USING (seq) ORDER BY seq"
+    assert rows(tmp_path, ids) == [("a",), ("b",), ("ahead",), ("c",)]
+    (status,) = quota.status(accounts(tokens_per_month=1000), 0.0)
+    assert status.remaining == 1000 - 60
+    await quota.close()
+    async with ledger(tmp_path) as again:
+        (status,) = again.status(accounts(tokens_per_month=1000), 0.0)
+        assert status.remaining == 1000 - 60
+
+
 async def test_files_that_are_no_ledgers_are_refused_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     path.write_bytes(b"something else entirely, and long enough to be read as a database header" * 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -202,6 +203,33 @@ async def test_reset_tells_when_the_quota_is_full() -> None:
     quota = TokenBucketQuota()
     state = (await take(quota, "x", prompt=20, output=10, tokens_per_minute=60)).remaining["tokens"]
     assert (state.limit, state.remaining, state.reset_s) == (60, 30, 30.0)
+
+
+@pytest.mark.parametrize("wrong_s", [90 * 86_400.0, 7 * 86_400.0, -90 * 86_400.0], ids=["quarter", "week", "back"])
+async def test_a_clock_that_is_set_right_finds_what_the_month_has_spent(wrong_s: float) -> None:
+    """A clock that was wrong for a moment neither refills a budget nor keeps the next months from refilling it."""
+    wall = [datetime(2026, 11, 28, tzinfo=UTC).timestamp()]
+    quota = TokenBucketQuota(wall=lambda: wall[0])
+
+    async def left() -> int:
+        return quota.remaining(A, 0.0)["tokens"].remaining
+
+    async def spend(name: str, tokens: int) -> None:
+        assert (await take(quota, name, prompt=tokens, output=0, tokens_per_month=1000)).admitted
+        await quota.settle(JobId(name), Charge(tokens, 0, 0), 0.0)
+
+    await spend("before", 600)
+    assert (await take(quota, "open", prompt=300, output=0, tokens_per_month=1000)).admitted
+    wall[0] += wrong_s
+    await spend("meanwhile", 50)
+    wall[0] -= wrong_s
+    assert await left() == 100
+    await quota.settle(JobId("open"), Charge(200, 0, 0), 0.0)
+    assert await left() == 200
+    wall[0] += 4 * 86_400.0  # December
+    assert await left() == (950 if wrong_s == 7 * 86_400.0 else 1000)
+    wall[0] += 31 * 86_400.0
+    assert await left() == 1000
 
 
 async def test_dump_and_load_keep_debt_slots_and_leases() -> None:
