@@ -11,9 +11,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gateway.access import Grant
 from gateway.placement import demand, unmet, with_labels
 from gateway.settings import Model, ServiceClass, Settings, TenantDefaults
 from gateway.settings_adapters import could_be, known
+from gateway.settings_quota import SharedLimits
 from gateway.yaml_source import Mistake
 from gateway.yaml_source import Path as Place
 from policies.registry import Registry
@@ -36,6 +38,7 @@ def problems(settings: Settings, registry: Registry) -> list[Mistake]:
         *_times(settings, registry),
         *_outliving(settings),
         *_roles(settings),
+        *_prices(settings),
     ]
 
 
@@ -138,8 +141,6 @@ def _placement(settings: Settings, registry: Registry) -> Iterator[Mistake]:
 
 def homeless(tenant: TenantDefaults, service_class: ServiceClass, models: Iterable[Model]) -> str | None:
     """What no pool of any model that the tenant may use offers; None where one can run its requests."""
-    from gateway.access import Grant
-
     grant = Grant("", models=tenant.models)
     wanted = demand(tenant.requires, tenant.privacy.allow_external, service_class)
     labels = [pool.labels for model in models if grant.may_use(model.name) for pool in model.pools]
@@ -177,6 +178,28 @@ def _outliving(settings: Settings) -> Iterator[Mistake]:
                     ("models", i, "pools", j, "engine", "tiers"),
                     "a tier of kind disk outlives the gateway, and so must the epochs of its purges: set state.path",
                 )
+
+
+def _prices(settings: Settings) -> Iterator[Mistake]:
+    """Budgets in money that some model would never touch, since nobody said what it costs."""
+    rich = {item.id for item in settings.organisations if item.limits.budget.currency_per_month is not None}
+    for place, tenant in tenants(settings):
+        where = next((name for name in ("limits", "user_limits") if _money(getattr(tenant, name))), None)
+        if where is None and tenant.organisation not in rich:
+            continue
+        grant = Grant("", models=tenant.models)
+        names = [model.name for model in settings.models if grant.may_use(model.name)]
+        if unpriced := [name for name in names if name not in settings.prices.models]:
+            inner: Place = ("organisation",) if where is None else (where, "budget", "currency_per_month")
+            yield Mistake(
+                (*place, *inner),
+                f"a budget in money, but prices.models has no {unpriced[0]!r}, which the tenant may use without end; "
+                "write its price there (input: 0 and output: 0 where it is free)",
+            )
+
+
+def _money(limits: SharedLimits) -> bool:
+    return limits.budget.currency_per_month is not None
 
 
 def _roles(settings: Settings) -> Iterator[Mistake]:

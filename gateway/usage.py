@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -23,6 +23,8 @@ from policies.spi import UsageReports
 from policies.types import DeviceTime, DeviceUse, UsageQuery, UsageRow
 
 GROUPS = ("organisation", "tenant", "user", "model", "class", "cost_centre", "day")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""What a cell begins with that a spreadsheet computes; some take the wide forms too."""
 _NS_PER_HOUR = 3600 * 10**9
 
 
@@ -147,18 +149,17 @@ async def report(quota: object, wanted: UsageQuery, prices: Prices) -> Report:
         raise unavailable("The ledger cannot be read now. Retry later.", "ledger_unavailable", 5.0) from error
 
 
-def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of a report's JSON, with a header."""
+def as_csv(report: Mapping[str, Any]) -> str:
+    """The rows of a report's JSON, under a header that is there without rows too."""
     text = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({name: _harmless(value) for name, value in row.items()} for row in rows)
+    writer = csv.DictWriter(text, [*report["group_by"], *report["total"]], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _harmless(value) for name, value in row.items()} for row in report["rows"])
     return text.getvalue()
 
 
 def _harmless(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def _seconds(ns: int) -> float:

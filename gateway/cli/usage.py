@@ -49,7 +49,7 @@ def usage(
     if form == "json":
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     elif form == "csv":
-        sys.stdout.write(as_csv(report["rows"]))
+        sys.stdout.write(as_csv(report))
     else:
         _print(report)
 

@@ -69,7 +69,7 @@ class UsageApi:
         if form == "csv":
             name = f"usage-{wanted.first}-{wanted.last}.csv"
             headers = {"content-disposition": f'attachment; filename="{name}"'}
-            return Response(usage.as_csv(body["rows"]), media_type="text/csv", headers=headers)
+            return Response(usage.as_csv(body), media_type="text/csv", headers=headers)
         return JSONResponse(body)
 
     async def _month(self, quota: object, principal: Principal) -> dict[str, Any] | None:

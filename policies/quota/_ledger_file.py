@@ -36,6 +36,11 @@ _OTHERS = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _OLD_ROWS = 2000
 """Deleted at once, so that the thread is soon back."""
+_FORGET = """
+    DELETE FROM {table} WHERE seq IN
+        (SELECT seq FROM reservations WHERE seq <= ? AND at < ? AND seq NOT IN (SELECT seq FROM open))
+"""
+"""Each by its own time: where the clock was wrong for a while, a row's neighbours are of another age."""
 
 
 class LedgerError(PolicyStartError):
@@ -110,12 +115,10 @@ class LedgerFile:
         ).fetchone()[0]
         if newest is None:
             return False
-        # Each by its own time: where the clock was wrong for a while, a row's neighbours are of another age.
-        old = "SELECT seq FROM reservations WHERE seq <= ? AND at < ? AND seq NOT IN (SELECT seq FROM open)"
         with self._connection:
             self._connection.execute("BEGIN")
-            self._connection.execute(f"DELETE FROM settlements WHERE seq IN ({old})", (newest, before))
-            self._connection.execute(f"DELETE FROM reservations WHERE seq IN ({old})", (newest, before))
+            for table in ("settlements", "reservations"):
+                self._connection.execute(_FORGET.format(table=table), (newest, before))
         return True
 
     def accounts(self, now: float, wall: float) -> list[Account]:

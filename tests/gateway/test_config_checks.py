@@ -77,6 +77,24 @@ def found(changes: dict[str, Any]) -> dict[str, str]:
             "prefill computes prompts for pools with role: decode, and 'small' has none",
         ),
         ({"tenant_defaults": {"models": ["x"]}}, "tenant_defaults.models.0", "no model 'x'"),
+        (
+            {"tenants": [{"id": "a", "limits": {"budget": {"currency_per_month": 5}}}]},
+            "tenants.0.limits.budget.currency_per_month",
+            "prices.models has no 'small', which the tenant may use without end",
+        ),
+        (
+            {"tenant_defaults": {"user_limits": {"budget": {"currency_per_month": 5}}}},
+            "tenant_defaults.user_limits.budget.currency_per_month",
+            "prices.models has no 'small'",
+        ),
+        (
+            {
+                "organisations": [{"id": "o", "limits": {"budget": {"currency_per_month": 5}}}],
+                "tenants": [{"id": "a", "organisation": "o"}],
+            },
+            "tenants.0.organisation",
+            "prices.models has no 'small'",
+        ),
         ({"tenants": [{"id": "a", "classes": ["bulk"]}]}, "tenants.0.classes.0", "no class 'bulk'"),
         ({"tenants": [{"id": "a", "groups": {"g": {"models": ["x"]}}}]}, "tenants.0.groups.g.models.0", "no model 'x'"),
         ({"tenants": [{"id": "a", "users": {"u": {"classes": ["x"]}}}]}, "tenants.0.users.u.classes.0", "no class 'x'"),
@@ -118,6 +136,11 @@ def test_what_cannot_work_is_named(changes: dict[str, Any], path: str, words: st
         {"tenants": [{"id": "a", "requires": {"region": "eu"}, "classes": ["batch"], "features": ["n"]}]},
         {"models": [{**SMALL, "pools": [OUTSIDE, {**POOL, "name": "q"}]}]},
         {"timeouts": {"total_s": 60}},
+        {
+            "tenants": [{"id": "a", "limits": {"budget": {"currency_per_month": 5}}}],
+            "prices": {"models": {"small": {"input": 0, "output": 0}}},
+        },
+        {"tenants": [{"id": "a", "models": [], "limits": {"budget": {"currency_per_month": 5}}}]},
         {"timeouts": {"total_s": 1000}, "policies": {"quota": {"use": "token_bucket", "with": {"lease_s": 1000}}}},
         apart({"role": "prefill"}, {}, {"role": "decode"}),
         apart(
@@ -128,7 +151,7 @@ def test_what_cannot_work_is_named(changes: dict[str, Any], path: str, words: st
         ),
         apart({"role": "decode"}, launch={"use": "static", "addresses": ["unix:/w"]}),  # its workers have their own
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_what_works_is_not_complained_about(changes: dict[str, Any]) -> None:
     assert found(changes) == {}

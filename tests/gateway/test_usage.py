@@ -107,7 +107,8 @@ async def test_bad_questions_get_their_answer(shared: Site) -> None:
     assert (await shared.http.get("/admin/usage")).status_code == 404
     empty = (await shared.admin.get("/admin/usage?from=2020-01-01&to=2020-01-02&tenant=' OR 1=1 --")).json()
     assert (empty["rows"], empty["total"]["requests"]) == ([], 0)
-    assert as_csv([]) == ""
+    (head,) = as_csv(empty).splitlines()
+    assert head.startswith("tenant,requests,input_tokens,"), "a table without rows has its columns all the same"
 
 
 async def test_the_command_prints_tables_csv_and_json(shared: Site, tmp_path: Path) -> None:
