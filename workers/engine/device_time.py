@@ -6,6 +6,8 @@ Rules
   the end of the one before, with its planning; only waiting for work is ``idle``.
 - A step's time is shared by its tokens: each chunk pays its part, and the part of it that was computed before is
   ``recompute``. A step that failed is ``retry`` for all that were in it.
+- Moving blocks between tiers is ``offload``, moving them between workers ``transfer``: nobody's tokens, so they are
+  taken out of the step or the wait in which they happened before that is shared.
 - What a request took is told once, with the next end of one of its sequences. Rounding is in the kinds, never lost.
 """
 
@@ -25,8 +27,10 @@ class DeviceTime:
     """Of one engine."""
 
     def __init__(self) -> None:
-        self.kinds = {"computed": 0, "recompute": 0, "retry": 0, "idle": 0}
+        self.kinds = {"computed": 0, "recompute": 0, "retry": 0, "offload": 0, "transfer": 0, "idle": 0}
         """Nanoseconds since the begin."""
+        self._aside: dict[str, int] = {}
+        """What was moved since the mark, by kind."""
         self._mark: int | None = None
         self._told_at = 0
         self._requests: dict[str, list[int]] = {}
@@ -35,6 +39,10 @@ class DeviceTime:
         """Count from now on; the first call counts."""
         if self._mark is None:
             self._mark = self._told_at = now
+
+    def moved(self, kind: str, ns: int) -> None:
+        """So much of the time since the last call was ``offload`` or ``transfer``."""
+        self._aside[kind] = self._aside.get(kind, 0) + ns
 
     def idle(self, now: int) -> None:
         """There was nothing to do until now."""
@@ -90,4 +98,10 @@ class DeviceTime:
             self._mark = self._told_at = now
         passed = max(0, now - self._mark)
         self._mark += passed
+        if self._aside:
+            for kind, ns in self._aside.items():
+                ns = min(ns, passed)
+                self.kinds[kind] += ns
+                passed -= ns
+            self._aside.clear()
         return passed

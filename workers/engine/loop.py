@@ -20,7 +20,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from msgspec.structs import replace as with_fields
 
@@ -42,6 +44,7 @@ from workers.protocol import Cancel, Drain, Generate, Prefetch, Purge, Purged, S
 
 IDLE_REPORT_S = 1.0
 MAX_FAILURES = 3
+T = TypeVar("T")
 _MEMORY_MARKS = ("out of memory", "can't allocate memory", "not enough memory")
 
 Message = Generate | Cancel | Purge | Drain | Ready | Install | Remove | TierReport | Prefetch | Transferred
@@ -203,7 +206,7 @@ class Engine:
         self._handover.sweep(started)
         plan = planner.plan(started)
         if self._tiers is not None:
-            self._tiers.carry_out()
+            self._moving("offload", self._tiers.carry_out)
         if plan is None:
             self._report(planner.step + 1)
             return False
@@ -215,10 +218,10 @@ class Engine:
                 self._runner.zero_blocks(plan.zero)
                 result = StepResult([])
             after = self._clock()
+            if self._tiers is not None:
+                self._device.moved("offload", self._tiers.ran(plan, after - before))
             self._device.step(plan, after)
             outputs = planner.commit(plan, result, after)
-            if self._tiers is not None:
-                self._tiers.ran(plan, after - before)
         except Exception as error:
             outputs = self._failed(plan, error)
             after = self._clock()
@@ -312,12 +315,19 @@ class Engine:
         elif isinstance(message, Install | Remove):
             self._adapters.handle(message)
         elif isinstance(message, Transferred):
-            if (generate := self._handover.handle(message)) is not None:
+            if (generate := self._moving("transfer", partial(self._handover.handle, message))) is not None:
                 self._generate(generate)
         elif message is None:
             self._stopping = True
         elif self._tiers is not None:
-            self._tiers.handle(message)
+            self._moving("offload", partial(self._tiers.handle, message))
+
+    def _moving(self, kind: str, work: Callable[[], T]) -> T:
+        """Do it, and count its time as what it is."""
+        began = self._clock()
+        done = work()
+        self._device.moved(kind, self._clock() - began)
+        return done
 
     def _generate(self, message: Generate) -> None:
         if message.id in self.planner or message.id in self._compiling:

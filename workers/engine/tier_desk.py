@@ -150,14 +150,15 @@ class TierDesk:
                 store.read(key)
             orders.reads.clear()
 
-    def ran(self, plan: StepPlan, ns: int) -> None:
-        """A plan ran for ``ns``: learn what computing and moving cost."""
+    def ran(self, plan: StepPlan, ns: int) -> int:
+        """A plan ran for ``ns``: learn what computing and moving cost. Returns the time of moving."""
         rates = self._tiers.rates
         blocks, moving = self._store.moved()
         rates.moved(HOST, blocks, moving)
         decodes = sum(chunk.is_decode for chunk in plan.chunks)
         if plan.tokens > 4 * decodes:
             rates.computed(plan.tokens, ns - moving)
+        return moving
 
     def purged(self, found: TierPurge) -> None:
         """Follow a purge to its end."""
