@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -13,7 +13,7 @@ import jwt
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.gateway.conftest import Start
@@ -31,6 +31,7 @@ class Provider:
     def __init__(self) -> None:
         self.published = {"first"}
         self.up = True
+        self.fault: Callable[[], Response] | None = None
         self.fetches = 0
         self.url = ""
         self.app = Starlette(
@@ -42,6 +43,8 @@ class Provider:
 
     async def keys(self, _: Request) -> Response:
         self.fetches += 1
+        if self.fault is not None:
+            return self.fault()
         if not self.up:
             return JSONResponse({"keys": []}, 500)
         return JSONResponse({"keys": [jwk(rsa_key(name), name) for name in sorted(self.published)]})
@@ -53,7 +56,7 @@ class Provider:
 
 
 @contextlib.asynccontextmanager
-async def gateway(start: Start) -> AsyncIterator[tuple[Site, Provider]]:
+async def gateway(start: Start, max_stale_s: float = MAX_STALE_S) -> AsyncIterator[tuple[Site, Provider]]:
     provider = Provider()
     async with serving(provider.app) as port:
         provider.url = f"http://127.0.0.1:{port}"
@@ -65,7 +68,7 @@ async def gateway(start: Start) -> AsyncIterator[tuple[Site, Provider]]:
             "tenant_claim": "org.tenant",
             "cooldown_s": COOLDOWN_S,
             "refresh_s": 0.5,
-            "max_stale_s": MAX_STALE_S,
+            "max_stale_s": max_stale_s,
         }
         auth = {"use": "jwt_issuers", "with": {"issuers": [issuer]}}
         async with start({"policies": {"auth": auth}}, ready=False) as site:
@@ -121,6 +124,54 @@ async def test_a_flood_of_unknown_keys_asks_the_provider_once_per_cooldown(start
             assert (await ask(site, provider.token())).status_code == 200
         most = 1 + (time.monotonic() - began) / COOLDOWN_S
         assert provider.fetches - before <= most
+
+
+async def _drip() -> AsyncIterator[bytes]:
+    while True:
+        yield b" "
+        await asyncio.sleep(0.1)
+
+
+FAULTS: dict[str, Callable[[], Response]] = {
+    "page": lambda: Response("<html>Sign in</html>", media_type="text/html"),
+    "nothing": lambda: Response(status_code=204),
+    "no keys": lambda: JSONResponse({"keys": []}),
+    "no list": lambda: JSONResponse({"keys": {"first": 1}}),
+    "odd keys": lambda: JSONResponse({"keys": [None, 5, {"kty": "RSA"}, {"kty": "RSA", "n": 5, "e": []}]}),
+    "secrets": lambda: JSONResponse({"keys": [{"kty": "oct", "kid": "second", "k": "AAAA"}]}),
+    "too large": lambda: JSONResponse({"keys": [], "more": "x" * 2**21}),
+    "deep": lambda: Response("[" * 100_000, media_type="application/json"),
+    "zipped": lambda: Response(b"\x1f\x8b\x08", headers={"content-encoding": "gzip"}),
+    "in circles": lambda: RedirectResponse("/keys"),
+    "elsewhere": lambda: RedirectResponse("file:///etc/passwd"),
+    "never ends": lambda: StreamingResponse(_drip()),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_whatever_the_provider_says_the_good_keys_stay(start: Start, fault: str) -> None:
+    """security 23: a page, a flood, a circle: no new key, no lost key, and new ones as soon as it is well again."""
+    async with gateway(start, max_stale_s=600.0) as (site, provider):
+        assert (await ask(site, provider.token())).status_code == 200
+        provider.fault = FAULTS[fault]
+        await asyncio.sleep(COOLDOWN_S)
+        assert (await ask(site, provider.token("second"))).status_code == 401
+        assert provider.fetches >= 2
+        assert (await ask(site, provider.token())).status_code == 200
+        provider.fault = None
+        provider.published.add("second")
+        await asyncio.sleep(COOLDOWN_S)
+        assert (await ask(site, provider.token("second"))).status_code == 200
+
+
+async def test_a_provider_of_two_minds_lets_both_keys_pass(start: Start) -> None:
+    """Two of its replicas publish different sets: a key that is published passes, at the latest after a cooldown."""
+    async with gateway(start) as (site, provider):
+        for turn in range(6):
+            key = ("first", "second")[turn % 2]
+            provider.published = {key}
+            await asyncio.sleep(COOLDOWN_S)
+            assert (await ask(site, provider.token(key))).status_code == 200
 
 
 @pytest.mark.parametrize(
