@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.errors import ApiError
+from gateway.gatekeeper import peer_of
 from gateway.http.admin import admin_app
 from gateway.http.embeddings import EmbeddingsFormat, parse_embeddings
 from gateway.http.middleware import error_response, exception_handlers, guard
@@ -28,6 +29,7 @@ from gateway.http.schemas import parse_chat, parse_completion
 from gateway.http.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
 from gateway.http.usage import UsageApi
 from gateway.service import Gateway
+from gateway.strangers import Strangers
 from gateway.tenants import EffectiveTenant
 from gateway.version import version
 from gateway.visit import Endpoint, Errand, rate_headers
@@ -43,6 +45,9 @@ ENDPOINTS: tuple[Endpoint | Errand, ...] = (
     Errand("/detokenize", parse_detokenize, detokenize),
 )
 """Everything that is POSTed and goes through the pipeline."""
+
+OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"})
+"""What needs no credential."""
 
 Answer = Callable[[Request, EffectiveTenant], Response]
 
@@ -61,7 +66,8 @@ def public_app(gateway: Gateway) -> ASGIApp:
     ]
     app = Starlette(routes=routes, exception_handlers=exception_handlers())
     app.router.redirect_slashes = False
-    return guard(_Posts(posted, app), max_body_bytes=gateway.settings.listen.max_body_bytes)
+    served = _Posts(posted, app, gateway.parts.gatekeeper.strangers)
+    return guard(served, max_body_bytes=gateway.settings.listen.max_body_bytes)
 
 
 class _Posted:
@@ -78,14 +84,18 @@ class _Posted:
 class _Posts:
     """What is POSTed goes straight to its endpoint, all else through the routes (405 for its other methods, too).
 
-    Most requests are such; a router and its exception handlers cost about what the queue costs.
+    Most requests are such; a router and its exception handlers cost about what the queue costs. From addresses that
+    never bring a good credential they wait first, before anything is done for them (``strangers.py``).
     """
 
-    def __init__(self, endpoints: Mapping[str, ASGIApp], routes: ASGIApp) -> None:
+    def __init__(self, endpoints: Mapping[str, ASGIApp], routes: ASGIApp, strangers: Strangers) -> None:
         self._endpoints = endpoints
         self._routes = routes
+        self._strangers = strangers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._strangers and scope["path"] not in OPEN:
+            await self._strangers.let_in(peer_of(scope))
         posted = scope["type"] == "http" and scope["method"] == "POST"
         app = self._endpoints.get(scope["path"], self._routes) if posted else self._routes
         await app(scope, receive, send)

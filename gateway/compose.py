@@ -55,6 +55,7 @@ from gateway.settings import Pool as PoolConfig
 from gateway.state.folder import folder
 from gateway.state.records import KeyDirectory
 from gateway.state.registrar import Registrar
+from gateway.strangers import Strangers
 from gateway.telemetry import Telemetry, setup
 from gateway.tenants import Tenants
 from gateway.timed import unwrap
@@ -150,7 +151,12 @@ def build(
         raise BuildError(str(error)) from error
     intake = Intake(secret, public=public_prefixes)
     recent = RecentRequests(metrics.tenant)
-    gatekeeper = Gatekeeper(budget_s=settings.timeouts.policy_s, monitor=monitor, clock=time.monotonic)
+    gatekeeper = Gatekeeper(
+        budget_s=settings.timeouts.policy_s,
+        monitor=monitor,
+        clock=time.monotonic,
+        strangers=Strangers(settings.listen.unauthenticated_per_minute),
+    )
     refusals = Refusals(settings.listen.refused_per_minute)
     reporter = Reporter(
         telemetry,

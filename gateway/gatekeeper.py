@@ -23,6 +23,7 @@ from gateway.errors import ApiError, bad_request, no_worker, shed, throttled, un
 from gateway.http.middleware import request_id
 from gateway.monitor import Monitor
 from gateway.runtime import PolicySet
+from gateway.strangers import Strangers
 from gateway.timed import unwrap
 from gateway.within import within
 from policies.spi import AccountsElsewhere, AuthError, KeyClaim, PolicyUnavailableError, QuotaAccounts, SharedKeys
@@ -41,24 +42,28 @@ _UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 class Gatekeeper:
     """Calls the policies of a request's ``PolicySet``."""
 
-    def __init__(self, *, budget_s: float, monitor: Monitor, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, budget_s: float, monitor: Monitor, clock: Callable[[], float], strangers: Strangers | None = None
+    ) -> None:
         self.budget_s = budget_s
         """Seconds that one auth or quota call may take. May be changed at any time."""
         self._monitor = monitor
         self._clock = clock
+        self.strangers = strangers or Strangers(None)
 
     async def authenticate(self, scope: Scope, policies: PolicySet) -> Principal:
         """The verified caller. Raises ApiError 401, 503."""
-        client = scope.get("client")
-        headers = joined_headers(scope)
-        request = AuthRequest(headers, client[0] if client else None, _repeated(scope, headers))
+        headers, peer = joined_headers(scope), peer_of(scope)
+        request = AuthRequest(headers, peer, _repeated(scope, headers))
         try:
             asked = policies.auth.authenticate(request)
             principal = await self._within("auth", policies.uses["auth"].use, asked)
             check_names(principal)
         except AuthError as error:
             _log.info("unauthenticated", request_id=request_id(scope), why=str(error))
+            self.strangers.bad(peer)
             raise unauthenticated() from None
+        self.strangers.good(peer)
         return principal
 
     def admission(self, job: Job, policies: PolicySet, dispatcher: Dispatcher) -> AdmissionDecision:
@@ -142,6 +147,12 @@ def over_quota(decision: QuotaDecision) -> ApiError:
     return throttled(
         f"Your {level}'s limit {limit} is reached. Retry after the time in Retry-After.", limit, decision.retry_after_s
     )
+
+
+def peer_of(scope: Scope) -> str | None:
+    """The address at the other end of the connection."""
+    client = scope.get("client")
+    return client[0] if client else None
 
 
 def _repeated(scope: Scope, joined: Mapping[str, str]) -> frozenset[str]:

@@ -31,6 +31,9 @@ class Listen(Section):
     max_connections: int = Field(10_000, ge=1)
     refused_per_minute: int | None = Field(600, ge=1, le=MOST)
     """A caller of whose requests more are refused for what they say gets 429 before they are read. null: no limit."""
+    unauthenticated_per_minute: int | None = Field(600, ge=1, le=MOST)
+    """From an address that sent more bad credentials and no good one, requests wait before they are looked at. null:
+    no limit."""
     tls: Tls | None = None
     """null: HTTP without encryption."""
 

@@ -2,6 +2,7 @@
 
 Rules
 - Every token is compared, each in constant time, so that an answer's time tells nothing.
+- Where the listener can be reached from elsewhere a token is too long to be guessed.
 - Without any token the listener is for this machine only; where it could be reached from elsewhere, it does not start.
 """
 
@@ -15,6 +16,8 @@ from policies.locality import is_loopback
 
 ADMIN = "admin"
 """The name of whoever holds ``admin.token_env``'s token, in the audit log."""
+
+MIN_CHARS = 16
 
 
 class Operators:
@@ -38,6 +41,12 @@ class Operators:
             raise ValueError(
                 f"admin.host: {admin.host!r} can be reached from elsewhere; set the variable "
                 f"{admin.token_env or 'that admin.token_env names'} to a token, or listen on 127.0.0.1"
+            )
+        short = [name for name, token in tokens.items() if token and len(token) < MIN_CHARS]
+        if short and not is_loopback(admin.host):
+            raise ValueError(
+                f"admin: the token of {short[0]} has fewer than {MIN_CHARS} characters, and {admin.host!r} can be "
+                "reached from elsewhere: it could be guessed; make one with: openssl rand -hex 32"
             )
         return cls(tokens)
 

@@ -33,7 +33,10 @@ def test_an_open_admin_listener_needs_a_token() -> None:
 
 
 async def test_an_open_admin_listener_with_a_token_is_made() -> None:
-    env = {"FOREBAY_JWT_KEY": KEY, "FOREBAY_ADMIN_TOKEN": "t"}
+    env = {"FOREBAY_JWT_KEY": KEY, "FOREBAY_ADMIN_TOKEN": "too short"}
+    with pytest.raises(BuildError, match=r"the token of admin has fewer than 16 characters.*openssl rand"):
+        build(settings(admin={"host": "0.0.0.0", "port": 0}), env=env)
+    env["FOREBAY_ADMIN_TOKEN"] = "long enough not to be guessed"
     gateway = build(settings(admin={"host": "0.0.0.0", "port": 0}), env=env)
     assert gateway.missing == ["starting"]
     await gateway.stop()

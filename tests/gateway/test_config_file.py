@@ -89,7 +89,7 @@ def test_all_mistakes_come_at_once_with_path_line_and_remedy(tmp_path: Path) -> 
     )
     assert found == [
         "listen.prot (line 1): unknown key; did you mean 'port'? "
-        "(known: host, max_body_bytes, max_connections, port, refused_per_minute, tls)",
+        "(known: host, max_body_bytes, max_connections, port, refused_per_minute, tls, unauthenticated_per_minute)",
         "classes.interactive.priority (line 3): write a number, not text, got 'high'",
         "tenants[0].limits.concurent (line 5): unknown key; did you mean 'concurrent'? (known: budget, concurrent, "
         "input_tokens_per_day, input_tokens_per_hour, input_tokens_per_minute, kv_tokens, max_context_tokens, "
