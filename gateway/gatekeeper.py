@@ -5,7 +5,8 @@ Rules
 - A refusal says what the caller can do about it: 401, 429 with a Retry-After that works, 400 for what never passes.
 - Who is let in has names that can be stored and shown, whichever policy verified them: a tenant, user, group or role
   with a control character or half a character (JSON has both, a signature does not mind) would break the ledger's
-  file, reports and pages for everybody. Such a credential is 401.
+  file, reports and pages for everybody, and one that turns the text around would pass for another in them. Such a
+  credential is 401.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ T = TypeVar("T")
 MAX_TENANT_CHARS = 128
 MAX_NAME_CHARS = 512
 """Of users, groups and roles: what the admin API can name."""
-_UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, line ends, what turns the direction of text around (a name would show as another), surrogates."""
 
 
 class Gatekeeper:

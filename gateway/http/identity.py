@@ -35,7 +35,9 @@ NO_STORE = {"cache-control": "no-store"}
 MAX_EVENTS = 1000
 
 
-Label = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+Label = Annotated[
+    str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$")
+]
 """Shown in terminals and pages: no control characters."""
 
 

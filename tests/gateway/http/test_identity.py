@@ -239,7 +239,7 @@ async def test_what_is_wrong_is_named_and_changes_nothing(start: Start) -> None:
         content = json.dumps({"requires": {"region": "\ud83d"}}).encode()
         assert (await site.admin.patch("/admin/tenants/alpha", content=content)).status_code == 400
         for field in ("user", "name", "roles"):  # nothing that would steer the terminal of `forebay keys list`
-            value = "a\x1b[2Jb" if field != "roles" else ["\x00"]
+            value = {"user": "a\x1b[2Jb", "name": "a\u202eb", "roles": ["\x00"]}[field]
             refused = await site.admin.post("/admin/keys", json={"tenant": "alpha", field: value})
             assert (refused.status_code, refused.json()["error"]["param"].split(".")[0]) == (400, field)
         key = await made(site, user="'; DROP TABLE keys; --", name='"')
