@@ -82,13 +82,14 @@ def written(at: float | None) -> str | None:
 
 Entry = tuple[bytes, Principal]
 """A secret's hash, and whom it stands for until ``Principal.expires_at``."""
+Entries = Mapping[bytes, Sequence[Entry]]
 
 
 class KeyDirectory:
     """The keys that are not revoked, by the first bytes of their hashes. Replaced whole, read by the auth policy."""
 
     def __init__(self) -> None:
-        self._entries: Mapping[bytes, Sequence[Entry]] = {}
+        self._entries: Entries = {}
 
     def find(self, index: bytes) -> Sequence[Entry]:
         """The entries whose hash begins with these ``INDEX_BYTES`` bytes. O(1)."""
@@ -96,6 +97,15 @@ class KeyDirectory:
 
     def replace(self, keys: Iterable[KeyRecord]) -> None:
         """Take the keys as they are now. O(keys)."""
+        self.take(self.made(keys))
+
+    def take(self, entries: Entries) -> None:
+        """Take what ``made`` has made. O(1)."""
+        self._entries = entries
+
+    @staticmethod
+    def made(keys: Iterable[KeyRecord]) -> Entries:
+        """The keys as they are looked for. O(keys); in any thread."""
         entries: dict[bytes, list[Entry]] = {}
         for key in keys:
             if key.revoked_at is not None:
@@ -112,4 +122,4 @@ class KeyDirectory:
                     expires_at=min(ends, default=None),
                 )
                 entries.setdefault(secret.digest[:INDEX_BYTES], []).append((secret.digest, principal))
-        self._entries = entries
+        return entries

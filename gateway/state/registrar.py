@@ -1,6 +1,7 @@
 """The one writer of tenants, keys and the audit log: changes are live, durable and audited before they are answered.
 
 Rules
+- What thousands of keys cost to be read and indexed is the thread's too; a changed key makes nobody's tenants anew.
 - Changes are made one after another, in one thread of their own; the event loop never waits for the disk.
 - A change is committed together with its audit entry (``store.py``), then in force, then in the log. An entry that the
   log does not take (a full disk) is tried again every ``POLL_S``; it is lost at no time.
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 from gateway import log
 from gateway.errors import ApiError
 from gateway.state.audit import Actor, AuditLog, Event, find_key
-from gateway.state.records import KeyDirectory, KeyRecord, Secret
+from gateway.state.records import Entries, KeyDirectory, KeyRecord, Secret
 from gateway.state.store import ChangedMeanwhile, Snapshot, Store
 from policies.auth.api_key import digest_of, key_prefix, make_key
 
@@ -75,7 +76,8 @@ class Registrar:
             self._store = Store(folder)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
             self._seen = self._store.version()
-            self._take(self._store.snapshot())
+            self._snapshot = self._store.snapshot()
+            keys.replace(self._snapshot.keys.values())
 
     @property
     def kept(self) -> bool:
@@ -93,7 +95,7 @@ class Registrar:
         return self._snapshot.keys
 
     def start(self, on_change: Callable[[], None]) -> None:
-        """Begin to look for other gateways' changes. ``on_change`` is called on the loop after every change."""
+        """Begin to look for other gateways' changes. ``on_change``: called on the loop when tenants have changed."""
         self._on_change = on_change
         if self._store is not None:
             self._watching = asyncio.create_task(self._watch(), name="state watch")
@@ -245,21 +247,21 @@ class Registrar:
         store = self._store
         assert store is not None
 
-        def read() -> Snapshot | None:
+        def read() -> tuple[Snapshot, Entries] | None:
             version = store.version()
             if version == self._seen and not always:
                 return None
             self._seen = version
-            return store.snapshot()
+            snapshot = store.snapshot()
+            return snapshot, KeyDirectory.made(snapshot.keys.values())
 
-        snapshot = await self._run(read)
-        if snapshot is not None:
-            self._take(snapshot)
-            self._on_change()
-
-    def _take(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        self._keys.replace(snapshot.keys.values())
+        found = await self._run(read)
+        if found is not None:
+            tenants = self._snapshot.tenants
+            self._snapshot, entries = found
+            self._keys.take(entries)
+            if self._snapshot.tenants != tenants:
+                self._on_change()
 
     def _flush(self) -> None:
         """Bring what is pending into the log. In the thread."""

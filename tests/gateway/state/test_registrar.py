@@ -13,6 +13,7 @@ from gateway.errors import ApiError
 from gateway.state.audit import LOG_FILE, Actor, find_key, verify
 from gateway.state.records import KeyDirectory
 from gateway.state.registrar import NewKey, Registrar
+from policies.auth.api_key import INDEX_BYTES, digest_of
 
 ADMIN = Actor("admin", "api")
 EACH = 40
@@ -48,6 +49,29 @@ async def test_no_change_is_lost_and_each_is_in_the_log_once(tmp_path: Path) -> 
     assert set(Counter(entry["id"] for entry in entries).values()) == {1}
     verdict = verify(tmp_path / LOG_FILE, find_key(tmp_path, {}))
     assert (verdict.ok, verdict.head.seq) == (True, 2 * EACH)
+
+
+async def test_a_changed_key_is_in_force_and_makes_no_tenant_anew(tmp_path: Path) -> None:
+    """With thousands of tenants that would hold up the event loop for each key that is made."""
+    keys, renewed = KeyDirectory(), 0
+    registrar = Registrar(tmp_path, keys, {})
+
+    def changed() -> None:
+        nonlocal renewed
+        renewed += 1
+
+    registrar.start(changed)
+    try:
+        key, secret = await registrar.create_key(ADMIN, NewKey("search"))
+        digest = digest_of(secret)
+        assert [principal.key_id for _, principal in keys.find(digest[:INDEX_BYTES])] == [key.id]
+        await registrar.revoke_key(ADMIN, key.id)
+        assert not keys.find(digest[:INDEX_BYTES])
+        assert renewed == 0
+        await registrar.change_tenant(ADMIN, "tenant.update", "search", counted)
+        assert renewed == 1
+    finally:
+        await registrar.stop()
 
 
 async def test_a_revoked_key_stays_revoked_whoever_rotates_it_meanwhile(tmp_path: Path) -> None:
