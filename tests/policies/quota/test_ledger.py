@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from policies.quota import _ledger_reports as reports
 from policies.quota import _ledger_schema as schema
 from policies.quota._ledger_file import LedgerError
 from policies.quota.ledger import LedgerConfig, LedgerQuota
@@ -293,6 +295,26 @@ async def test_reports_group_and_filter(tmp_path: Path) -> None:
         for bad in (UsageQuery(today, today, ("seq",)), UsageQuery(today, today, (), {"1=1; --": "x"})):
             with pytest.raises(ValueError, match="unknown dimension"):
                 await quota.usage(bad)
+
+
+@pytest.mark.parametrize("only", [{}, {"tenant": "a"}, {"tenant": "a", "user": "ann"}], ids=len)
+async def test_a_callers_own_month_reads_no_one_elses_rows(tmp_path: Path, only: dict[str, str]) -> None:
+    """The same figures by lookups as by reading a range; with a large company's rows that is a thousand times less."""
+    async with ledger(tmp_path) as quota:
+        for number, user in enumerate(("ann", "bob", "ann")):
+            await quota.reserve(job(f"x{number}", user=user), 0.0)
+            await quota.settle(JobId(f"x{number}"), Charge(5, 0, number), 0.0)
+        today = datetime.now(UTC).date()
+        spans = [(today - timedelta(days), today) for days in (0, 30, 399, 400, 5000)]
+        found = [await quota.usage(UsageQuery(str(first), str(last), (), only)) for first, last in spans]
+        assert all(rows == found[0] for rows in found)
+        assert found[0][0].requests == (2 if "user" in only else 3)
+    condition, days = reports._days(UsageQuery("2026-11-01", "2026-11-30", (), only))
+    text = f"EXPLAIN QUERY PLAN SELECT sum(cost) FROM usage WHERE {condition}"
+    text += "".join(f" AND {name} = '{value}'" for name, value in only.items())
+    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.db")) as connection:
+        ((*_, plan),) = connection.execute(text, days)
+    assert ("day=? AND tenant=?" in plan) is bool(only), plan
 
 
 async def test_old_rows_go_and_sums_stay(tmp_path: Path) -> None:
