@@ -192,11 +192,16 @@ class Registrar:
         await self._change(changed)
 
     async def record(self, event: Event) -> None:
-        """Put something in the log that was done elsewhere (a swap, a purge). A failure is logged; the deed is done."""
-        if self._store is None:
+        """Put something in the log that was done elsewhere (a swap, a purge); it waits where the log does not take it.
+
+        A failure is logged: the deed is done.
+        """
+        store = self._store
+        if store is None:
             return
         try:
-            await self._run(lambda: self._audit.append(event.as_json()))
+            await self._run(partial(store.note, event))
+            await self._run(self._flush)
         except (OSError, ValueError) as error:
             _log.error("audit_failed", action=event.action, subject=event.subject, why=str(error))
 

@@ -167,6 +167,11 @@ class Store:
 
     # -- the audit log's outbox -------------------------------------------------------------------------------------
 
+    def note(self, event: Event) -> None:
+        """Something that was done elsewhere. Raises ValueError for what is no JSON."""
+        with self._transaction("IMMEDIATE"):
+            self._note(event)
+
     def pending(self) -> int:
         """How many entries are not known to be in the log."""
         return int(self._db.execute("SELECT count(*) FROM pending").fetchone()[0])
@@ -189,7 +194,10 @@ class Store:
             if self._as_of is not None and self.version() != self._as_of:
                 raise ChangedMeanwhile
             yield
-            self._db.execute("INSERT INTO pending (entry) VALUES (?)", (json.dumps(event.as_json()),))
+            self._note(event)
+
+    def _note(self, event: Event) -> None:
+        self._db.execute("INSERT INTO pending (entry) VALUES (?)", (json.dumps(event.as_json(), allow_nan=False),))
 
     @contextlib.contextmanager
     def _transaction(self, kind: str) -> Iterator[None]:

@@ -295,9 +295,15 @@ async def test_an_entry_the_log_did_not_take_is_entered_later(start: Start, monk
 
             patch.setattr(registrar._audit, "append", full)
             assert (await site.admin.post("/admin/keys", json={"tenant": "alpha"})).status_code == 201
+            assert (await site.admin.post("/admin/policies", json={"scheduling": {"use": "vtc"}})).status_code == 200
+            assert (await site.admin.delete("/admin/tenants/alpha/cache")).status_code == 200
             assert (await site.admin.get("/admin/audit")).json()["entries"] == []
-        await until(lambda: registrar._audit.last(1), "the entry")
-        assert json.dumps(registrar._audit.last(2)).count("key.create") == 1
+        await until(lambda: len(registrar._audit.last(3)) == 3, "the entries")
+        assert [entry["action"] for entry in reversed(registrar._audit.last(9))] == [
+            "key.create",
+            "policies.swap",
+            "cache.purge",
+        ]
 
 
 async def test_swaps_and_purges_are_in_the_log_without_secrets(start: Start) -> None:
