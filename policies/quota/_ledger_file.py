@@ -34,6 +34,7 @@ _BUSY_S = 0.5
 """How long another process (somebody with a shell) may lock the file before writing counts as failed."""
 _OTHERS = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_LONGEST_S = max(rate.window_s for rate in RATES.values())
 _OLD_ROWS = 2000
 """Deleted at once, so that the thread is soon back."""
 _FORGET = """
@@ -107,7 +108,24 @@ class LedgerFile:
         return self._restore_ballast()
 
     def forget(self, wall: float) -> bool:
-        """Delete some of the rows that are older than ``keep_days``; sums stay. Whether there may be more."""
+        """Delete some of what is too old to matter. Whether there may be more."""
+        accounts, rows = self._forget_accounts(wall), self._forget_rows(wall)
+        return accounts or rows
+
+    def _forget_accounts(self, wall: float) -> bool:
+        """Those that are as good as new: with limits for keys each token leaves one behind."""
+        found = self._connection.execute(
+            "SELECT level, tenant, name, at, rates FROM accounts WHERE at < ? LIMIT ?", (wall - _LONGEST_S, _OLD_ROWS)
+        ).fetchall()
+        full = [key for *key, at, rates in found if not _missing(rates, wall - at)]
+        if full:
+            with self._connection:
+                self._connection.execute("BEGIN")
+                self._connection.executemany("DELETE FROM accounts WHERE level = ? AND tenant = ? AND name = ?", full)
+        return len(full) == _OLD_ROWS
+
+    def _forget_rows(self, wall: float) -> bool:
+        """Those of single requests that are older than ``keep_days``; sums stay."""
         before = wall - self._options.keep_days * 86_400.0
         newest = self._connection.execute(
             "SELECT max(seq) FROM (SELECT seq, at FROM reservations ORDER BY seq LIMIT ?) WHERE at < ?",
@@ -122,13 +140,15 @@ class LedgerFile:
         return True
 
     def accounts(self, now: float, wall: float) -> list[Account]:
-        """Every account as it was left, and what this month cost it."""
+        """Every account as it was left, unless it is as good as new, and what this month cost it."""
         month = month_of(wall)
         found: dict[tuple[str, str, str], Account] = {}
         for level, tenant, name, at, rates in self._connection.execute("SELECT * FROM accounts"):
-            since = now - max(0.0, wall - at)
+            passed = max(0.0, wall - at)
+            if not _missing(rates, passed):
+                continue
             buckets = {
-                limit: Bucket(int(capacity), float(left), since, RATES[limit].window_s)
+                limit: Bucket(int(capacity), float(left), now - passed, RATES[limit].window_s)
                 for limit, (capacity, left) in json.loads(rates).items()
                 if limit in RATES
             }
@@ -187,6 +207,15 @@ def read(path: Path, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]
             return connection.execute(query, values).fetchall()
     except sqlite3.Error as error:
         raise LedgerError(f"{path}: the ledger cannot be read ({error})") from error
+
+
+def _missing(rates: str, passed: float) -> bool:
+    """Whether any of these buckets is not full again after so many seconds."""
+    return any(
+        left + passed * capacity / RATES[limit].window_s < capacity
+        for limit, (capacity, left) in json.loads(rates).items()
+        if limit in RATES
+    )
 
 
 def _locked(path: Path) -> int:

@@ -336,6 +336,31 @@ async def test_old_rows_go_and_sums_stay(tmp_path: Path) -> None:
         assert total.requests == 6
 
 
+async def test_accounts_that_are_full_again_are_forgotten(tmp_path: Path) -> None:
+    """With limits for keys every token leaves an account behind: for ever, and read at each start."""
+    then = time.time() - 3 * 86_400
+    old = LedgerQuota(tmp_path / "ledger.db", LedgerConfig(), wall=lambda: then)
+    await old.start()
+    limits = Limits(tokens_per_day=1000, requests_per_minute=5)
+    for number, output in enumerate((5, 5, 10_000)):  # the last one ran far beyond what it had reserved
+        name = f"old{number}"
+        key = QuotaAccount("key", A, name, limits)
+        asked = make_job(name, prompt=10, output=10, accounts=(QuotaAccount("tenant", A, "a"), key))
+        assert (await old.reserve(asked, 0.0)).admitted
+        await old.settle(JobId(name), Charge(10, 0, output), 0.0)
+    await old.close()
+    assert len(rows(tmp_path, "SELECT name FROM accounts")) == 4
+    quota = LedgerQuota(tmp_path / "ledger.db")
+    await quota.start()
+    writer = quota._open.writer
+    assert writer is not None
+    await asyncio.to_thread(writer._keep_house)
+    assert rows(tmp_path, "SELECT name FROM accounts") == [("old2",)]
+    known = {tuple(account["key"]) for account in quota.dump()["accounts"]}
+    assert known - {("tenant", "a", "a")} == {("key", "a", "old2")}
+    await quota.close()
+
+
 async def test_a_clock_that_leaps_deletes_no_row_and_spends_no_budget(tmp_path: Path) -> None:
     """Ahead for a moment, or back to 1970: rows go by their own age, and none while the calendar is ahead of time."""
     now = time.time()
