@@ -41,6 +41,8 @@ _FORGET_LEASES = 4
 _SWEEP = 2
 """Idle accounts looked at per call; more than one, so that the number of accounts kept shrinks."""
 _SWEEP_AFTER_S = 60.0
+BUDGETED = frozenset({"organisation", "tenant", "user"})
+"""Levels that may have a budget. Of keys, of which there is one for each token, no spending has to be remembered."""
 _WITHOUT_OUTPUT = frozenset({"requests", "input_tokens", "concurrent", "queued"})
 """Units that less output would not lessen."""
 
@@ -331,7 +333,7 @@ class Book:
             key, account = next(iter(self._accounts.items()), (None, None))
             if key is None or account is None or at.now - account.checked_at < _SWEEP_AFTER_S:
                 return
-            if account.idle(at, keep_spent=self._keep_spent):
+            if account.idle(at, keep_spent=self._keep_spent and key[0] in BUDGETED):
                 del self._accounts[key]
             else:
                 account.checked_at = at.now

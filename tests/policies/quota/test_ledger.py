@@ -336,6 +336,19 @@ async def test_old_rows_go_and_sums_stay(tmp_path: Path) -> None:
         assert total.requests == 6
 
 
+async def test_what_a_key_has_spent_is_not_kept_in_memory(tmp_path: Path) -> None:
+    """A key has no budget, and each token may be one: a month of them would not fit."""
+    async with ledger(tmp_path) as quota:
+        own = QuotaAccount("tenant", A, "a")
+        for number in range(8):
+            key = QuotaAccount("key", A, f"k{number}", Limits(requests_per_minute=5))
+            await quota.reserve(make_job(f"x{number}", prompt=10, output=10, accounts=(own, key)), 0.0)
+            await quota.settle(JobId(f"x{number}"), Charge(10, 0, 10), 0.0)
+        for number in range(9):
+            await quota.reserve(make_job(f"y{number}", accounts=(own,)), 3600.0)
+        assert {account["key"][0] for account in quota.dump()["accounts"]} == {"tenant"}
+
+
 async def test_accounts_that_are_full_again_are_forgotten(tmp_path: Path) -> None:
     """With limits for keys every token leaves an account behind: for ever, and read at each start."""
     then = time.time() - 3 * 86_400
