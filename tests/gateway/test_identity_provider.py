@@ -160,8 +160,9 @@ async def test_whatever_the_provider_says_the_good_keys_stay(start: Start, fault
         assert (await ask(site, provider.token())).status_code == 200
         provider.fault = None
         provider.published.add("second")
-        await asyncio.sleep(COOLDOWN_S)
-        assert (await ask(site, provider.token("second"))).status_code == 200
+        async with asyncio.timeout(30):  # a fetch that hangs is waited for, and fails
+            while (await ask(site, provider.token("second"))).status_code != 200:
+                await asyncio.sleep(COOLDOWN_S)
 
 
 async def test_a_provider_of_two_minds_lets_both_keys_pass(start: Start) -> None:
