@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.cli import app
+from gateway.settings_quota import Prices
 from gateway.usage import as_csv, today
 from tests.gateway.harness import MODEL, Site, token, until
 from workers.testing import Echo
@@ -162,3 +164,22 @@ async def test_a_reload_keeps_the_figures_while_requests_run(shared: Site) -> No
     await running
     await until(lambda: shared.slots("two") == 0, "it is settled")
     assert (await shared.admin.get("/admin/usage")).json()["total"]["requests"] == before + 1
+
+
+async def test_a_changed_price_holds_for_what_arrives_afterwards(shared: Site) -> None:
+    """In the middle of a month and of a request: what was reserved settles at its own price."""
+    settings = shared.gateway.settings
+    dearer = Prices.model_validate({"currency": "EUR", "models": {MODEL: {"input": 200, "output": 1000}}})
+    running = asyncio.create_task(spend(shared, "two", "price", 10, 400))
+    await until(lambda: shared.slots("two") == 1, "it runs")
+    shared.gateway._apply(settings.model_copy(update={"prices": dearer}))
+    try:
+        first, second = await running, await spend(shared, "two", "price", 10, 10)
+    finally:
+        shared.gateway._apply(settings)
+    (row,) = (await shared.admin.get("/admin/usage?group_by=user&user=price")).json()["rows"]
+    costs = [
+        usage["prompt_tokens"] * price + usage["completion_tokens"] * 5 * price
+        for usage, price in ((first, 100), (second, 200))
+    ]
+    assert Decimal(row["cost"]) == Decimal(sum(costs)) / 10**6
