@@ -51,7 +51,7 @@ class Gatekeeper:
         """Seconds that one auth or quota call may take. May be changed at any time."""
         self._monitor = monitor
         self._clock = clock
-        self.strangers = strangers or Strangers(None)
+        self.strangers = strangers if strangers is not None else Strangers(None)
 
     async def authenticate(self, scope: Scope, policies: PolicySet) -> Principal:
         """The verified caller. Raises ApiError 401, 503."""
