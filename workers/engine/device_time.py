@@ -1,7 +1,7 @@
 """Where a device's time went: by kind for the worker, by request for who pays.
 
 Rules
-- The engine thread is the only writer. Nothing here reads a clock.
+- The engine thread is the only writer. Nothing here has a clock of its own.
 - From ``begin`` on every nanosecond is in exactly one kind, so the kinds add up to wall time: a step's time runs from
   the end of the one before, with its planning; only waiting for work is ``idle``.
 - A step's time is shared by its tokens: each chunk pays its part, and the part of it that was computed before is
@@ -13,6 +13,9 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from msgspec.structs import replace
 
 from workers.engine.plan import StepPlan
@@ -21,6 +24,7 @@ from workers.protocol import SequenceOutput
 REPORT_NS = 500_000_000
 """The kinds are told at most so often."""
 COMPUTED, RECOMPUTE, RETRY = range(3)
+T = TypeVar("T")
 
 
 class DeviceTime:
@@ -43,6 +47,13 @@ class DeviceTime:
     def moved(self, kind: str, ns: int) -> None:
         """So much of the time since the last call was ``offload`` or ``transfer``."""
         self._aside[kind] = self._aside.get(kind, 0) + ns
+
+    def moving(self, kind: str, work: Callable[[], T], clock: Callable[[], int]) -> T:
+        """Do it, and count its time as ``kind``."""
+        began = clock()
+        done = work()
+        self.moved(kind, clock() - began)
+        return done
 
     def idle(self, now: int) -> None:
         """There was nothing to do until now."""

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
 
 from msgspec.structs import replace as with_fields
 
@@ -44,7 +43,6 @@ from workers.protocol import Cancel, Drain, Generate, Prefetch, Purge, Purged, S
 
 IDLE_REPORT_S = 1.0
 MAX_FAILURES = 3
-T = TypeVar("T")
 _MEMORY_MARKS = ("out of memory", "can't allocate memory", "not enough memory")
 
 Message = Generate | Cancel | Purge | Drain | Ready | Install | Remove | TierReport | Prefetch | Transferred
@@ -206,7 +204,7 @@ class Engine:
         self._handover.sweep(started)
         plan = planner.plan(started)
         if self._tiers is not None:
-            self._moving("offload", self._tiers.carry_out)
+            self._device.moving("offload", self._tiers.carry_out, self._clock)
         if plan is None:
             self._report(planner.step + 1)
             return False
@@ -315,19 +313,13 @@ class Engine:
         elif isinstance(message, Install | Remove):
             self._adapters.handle(message)
         elif isinstance(message, Transferred):
-            if (generate := self._moving("transfer", partial(self._handover.handle, message))) is not None:
+            generate = self._device.moving("transfer", partial(self._handover.handle, message), self._clock)
+            if generate is not None:
                 self._generate(generate)
         elif message is None:
             self._stopping = True
         elif self._tiers is not None:
-            self._moving("offload", partial(self._tiers.handle, message))
-
-    def _moving(self, kind: str, work: Callable[[], T]) -> T:
-        """Do it, and count its time as what it is."""
-        began = self._clock()
-        done = work()
-        self._device.moved(kind, self._clock() - began)
-        return done
+            self._device.moving("offload", partial(self._tiers.handle, message), self._clock)
 
     def _generate(self, message: Generate) -> None:
         if message.id in self.planner or message.id in self._compiling:
