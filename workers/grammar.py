@@ -130,5 +130,7 @@ class _Tokens:
 
 def _plain(error: str) -> str:
     """The library's message without its quotation of the grammar, in one short line."""
+    if error.startswith("NoExtensionBias"):  # the library's word for a grammar without any text
+        return "no finite text matches it: a part that refers to itself must have an end"
     text = _SOURCE.sub("", _PLACE.sub("", error)).removeprefix("failed to compile JSON schema: ")
     return " ".join(text.split())[:MAX_ERROR_CHARS]

@@ -171,6 +171,12 @@ def test_a_schema_that_cannot_be_enforced_says_why(vocabulary: Vocabulary, schem
         assert leak not in text
 
 
+def test_a_schema_without_any_text_says_so(vocabulary: Vocabulary) -> None:
+    """It compiles, and allows no first token."""
+    with pytest.raises(GrammarError, match="no finite text matches it"):
+        vocabulary.compile(json_text({"$ref": "#"})).mask()
+
+
 def test_a_caller_cannot_loosen_the_compiler(vocabulary: Vocabulary) -> None:
     loose = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
     with pytest.raises(GrammarError, match="uniqueItems"):
