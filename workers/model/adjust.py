@@ -77,8 +77,10 @@ def _penalise_repetition(logits: Tensor, samplers: list[Sequence]) -> None:
     ).repeat_interleave(lengths)
     flat = logits.view(-1)
     before = flat[place]  # read before any is written: a token that occurs twice is penalised once
-    # A penalty of next to nothing makes its tokens as likely as can be, not infinitely: nothing could be drawn then.
-    flat[place] = torch.where(before > 0, before / factor, before * factor).clamp_(max=torch.finfo(logits.dtype).max)
+    after = torch.where(before > 0, before / factor, before * factor)
+    # A penalty of next to nothing makes its tokens as likely as can be, not infinitely: nothing could be drawn then. Of
+    # one that fp32 takes for 0, what cannot be drawn (-inf) makes NaN, and still cannot.
+    flat[place] = after.nan_to_num_(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
 
 
 def _completing(one: Sequence) -> Iterator[int]:

@@ -197,8 +197,7 @@ class GgufModel:
         if self._architecture not in _PERMUTED:
             return 0
         heads = self._heads if ".q_proj." in name else self._kv_heads if ".k_proj." in name else 0
-        rows = self.shapes()[name][0]
-        if heads and rows % (2 * heads):
+        if heads and (rows := int(self._tensors[name].shape[-1])) % (2 * heads):
             raise ModelStoreError(f"{self.path}: tensor {name!r} has {rows} rows, which {heads} heads cannot share")
         return heads
 

@@ -162,8 +162,8 @@ def test_min_tokens_with_ignore_eos_leaves_the_end_token_alone() -> None:
 @pytest.mark.parametrize("penalty", [1e-45, 1e-300])
 def test_a_penalty_of_next_to_nothing_is_no_infinity(penalty: float) -> None:
     """What it lifts is as likely as can be; nothing could be drawn where one token is infinitely so."""
-    row = torch.tensor([0.5, -1.0, 2.0, 3.0, 0.0])
-    one = {"temperature": 1.0, "output": (2, 3), "repetition_penalty": penalty}
+    row = torch.tensor([0.5, -1.0, 2.0, 3.0, -math.inf, 0.0])
+    one = {"temperature": 1.0, "output": (2, 3, 4), "repetition_penalty": penalty}
     assert set(draw(row, one, range(50)).tolist()) == {2, 3}
 
 

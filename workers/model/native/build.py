@@ -139,9 +139,7 @@ def _compile(cxx: str, folder: Path, place: Path) -> None:
             digest = hashlib.file_digest(built, "sha256").digest()
             built.seek(0, os.SEEK_END)
             built.write(digest)
-            os.fchmod(
-                built.fileno(), 0o755
-            )  # else nobody but its maker could read it, as images and shared caches have it
+            os.fchmod(built.fileno(), 0o755)  # else its maker alone could read it, and an image runs as somebody else
         os.replace(name, place)
     finally:
         Path(name).unlink(missing_ok=True)
