@@ -101,7 +101,7 @@ class NativeCache:
         """Have the system find memory for the next 2 MiB, in the order in which blocks are taken. False: no more.
 
         Who writes first waits for it otherwise, and on a virtual machine whose memory is found as late as its own
-        that takes up to 4 ms for 1 MiB: an eighth of a prompt's time.
+        that takes up to 4 ms for 1 MiB.
         """
         piece = next(self._untouched, None)
         return piece is not None and pack.touch(piece)
