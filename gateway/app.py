@@ -77,8 +77,8 @@ class _Posted:
         self._gateway = gateway
         self._endpoint = endpoint
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._gateway.parts.pipeline.run(self._endpoint, scope, receive, send)
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return self._gateway.parts.pipeline.run(self._endpoint, scope, receive, send)
 
 
 class _Posts:

@@ -17,6 +17,7 @@ import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from gateway import toolprompt
@@ -187,6 +188,7 @@ FORMS: tuple[CallForm, ...] = (TAGGED, WithIds(), WithArgs(), Listed(), Bare(), 
 """In this order: the more special first."""
 
 
+@lru_cache(256)
 def form_of(template: str) -> CallForm:
     """The form of a model with this template; empty for none, or one that takes no tools."""
     return next(form for form in FORMS if form.fits(template))

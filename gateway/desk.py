@@ -37,6 +37,7 @@ from workers.protocol import Cancel, Down
 _log = log.get("dispatch")
 
 MAX_RETRY_AFTER_S = 60.0
+_NOTHING = Charge()
 
 
 class Desk:
@@ -168,7 +169,7 @@ class Desk:
         try:
             if not self.queue.discard(job.id):
                 with contextlib.suppress(KeyError):  # expired: the queue has let go of it already
-                    self.queue.finish(job.id, Charge(), now)
+                    self.queue.finish(job.id, _NOTHING, now)
         except Exception as failure:  # not even the fallback works: its caller must have an end all the same
             self.monitor.fault("scheduling")
             _log.error("scheduling_failed", policy=self.policy_name, failure=log.describe(failure))

@@ -9,7 +9,6 @@ Rules
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from urllib.parse import quote
@@ -21,6 +20,7 @@ from gateway import trace_attributes as attributes
 from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError
 from gateway.gatekeeper import Gatekeeper, joined_headers, not_admitted
+from gateway.ids import new_id
 from gateway.intake import Intake, Prepared
 from gateway.models import Models
 from gateway.tenants import Tenants
@@ -95,7 +95,7 @@ class Entrance:
                 model=visit.model,
                 adapter=visit.adapter,
                 scope=scope,
-                job_id=JobId(secrets.token_hex(12)),
+                job_id=JobId(new_id()),
                 now=visit.arrived,
                 headers=joined_headers(visit.scope),
             )

@@ -47,7 +47,10 @@ class Flight:
     @property
     def answered(self) -> bool:
         """Whether every choice has its end, as the caller sees it."""
-        return all(choice.finish is not None for choice in self.choices)
+        for choice in self.choices:  # noqa: SIM110 - asked twice a message; a generator costs as much as the question
+            if choice.finish is None:
+                return False
+        return True
 
     def ended(self, index: int) -> None:
         """The worker reported the end of a choice: its slot is free."""

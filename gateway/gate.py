@@ -248,6 +248,8 @@ def fill(
         return True
 
     while open_rooms:
+        if not len(queue):
+            return True
         held = queue.held(could_fit)
         if hopeless(held):
             return True

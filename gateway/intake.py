@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from msgspec.structs import replace as with_fields
 
@@ -27,7 +27,7 @@ from gateway.echo import PromptScores, echoed
 from gateway.errors import ApiError, bad_request
 from gateway.grammar_check import GrammarCheck, GrammarRefusedError
 from gateway.http.schemas import ChatRequest, CompletionRequest, EndpointName
-from gateway.jobs import make_job
+from gateway.jobs import job_facts
 from gateway.labels import Labels
 from gateway.lane import Lane, spare_cores
 from gateway.output_budget import Context, output_budget
@@ -181,17 +181,14 @@ class Intake:
         digest = adapter.digest if adapter is not None else None
         tokens, keys, public = await self._encoded(request, tenant, tokenizer, model, digest, scope, context)
         _check_ids(request, tokenizer.vocab_size)
-        job = make_job(principal, tenant, model.name, job_id, now, headers, adapter)
-        room = most_output(job.accounts, len(tokens), job.price) if request.max_tokens is None else None
+        facts = job_facts(principal, tenant, model.name, job_id, now, headers, adapter)
+        room = None
+        if request.max_tokens is None:
+            room = most_output(facts["accounts"], len(tokens), facts["price"])
         max_tokens, limited_by = output_budget(request, len(tokens), context, tenant, model, room)
         _check_min_tokens(request, max_tokens)
-        job = replace(
-            job,
-            prompt_tokens=len(tokens),
-            max_tokens=request.lines * max_tokens,
-            cache_scope=scope,
-            prefix_keys=keys,
-        )
+        most = request.lines * max_tokens
+        job = Job(prompt_tokens=len(tokens), max_tokens=most, cache_scope=scope, prefix_keys=keys, **facts)
         generate = Generate(
             id=job_id,
             tokens=tokens,
@@ -231,7 +228,7 @@ class Intake:
                 return tokens, (), 0
             public = self._public.match(model.name, tokens) if scope.public else 0
             keys = chain_keys(scope.key, revision, adapter, tokens, block_size, public_tokens=public)
-            return tokens, tuple(PrefixKey(key) for key in keys), public
+            return tokens, cast("tuple[PrefixKey, ...]", tuple(keys)), public
 
         try:
             return await self._prompts.run(tenant.id, cost, work, weight=tenant.weight)

@@ -62,7 +62,8 @@ class Labels:
         """The labels of a request. Raises ApiError 400 for tags that cannot be read."""
         tenant = principal.tenant
         found = [self._label(tenant, "user", principal.user)] if principal.user is not None else []
-        found += [self._label(tenant, "group", group) for group in sorted(principal.groups)]
+        if principal.groups:
+            found += [self._label(tenant, "group", group) for group in sorted(principal.groups)]
         return found + [self._label(tenant, "tag", tag) for tag in cache_tags(metadata)]
 
     def of_subject(self, subject: Subject) -> list[bytes]:
@@ -77,7 +78,9 @@ class Labels:
 
 def cache_tags(metadata: Mapping[str, str]) -> list[str]:
     """The tags of ``metadata.cache_tags``, which lists them with commas. Raises ApiError 400."""
-    tags = list(dict.fromkeys(part.strip() for part in metadata.get(TAGS_FIELD, "").split(",") if part.strip()))
+    if TAGS_FIELD not in metadata:
+        return []
+    tags = list(dict.fromkeys(part.strip() for part in metadata[TAGS_FIELD].split(",") if part.strip()))
     param = f"metadata.{TAGS_FIELD}"
     if len(tags) > MAX_TAGS:
         raise bad_request(f"{param} takes at most {MAX_TAGS} tags, got {len(tags)}.", param=param)

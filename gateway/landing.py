@@ -151,7 +151,7 @@ class Landing:
             if not flight.open:
                 self._desk.end(ticket, CancelledByCaller(), now)
         elif flight.answered:
-            ticket.finish_reasons = tuple(choice.finish or "stop" for choice in flight.choices)
+            ticket.finish_reasons = tuple([choice.finish or "stop" for choice in flight.choices])
             self._absolve(flight)
             self._desk.stop(flight)
             self._desk.end(ticket, None, now)

@@ -48,6 +48,10 @@ class ModelHandle:
     _hellos: dict[str, Hello] = field(default_factory=dict)
     _telling: Hello | None = None
     """The one that knows most: an engine's before an upstream's, which knows nothing of revisions and blocks."""
+    _upstreams: bool = False
+    """Whether one of them is an upstream."""
+    _longest: int = 0
+    """What the one with most room holds."""
 
     @property
     def name(self) -> str:
@@ -67,7 +71,7 @@ class ModelHandle:
     def offers(self, endpoint: str) -> bool:
         """Whether a worker runs such requests. While none has come, those that every engine runs."""
         generates = endpoint != "embeddings"
-        if not self._hellos:
+        if not self._hellos or (generates and not self._upstreams):
             return generates
         return any(endpoint in hello.endpoints if hello.upstream else generates for hello in self._hellos.values())
 
@@ -99,7 +103,7 @@ class ModelHandle:
     def max_context(self) -> int:
         """Longest prompt + output in tokens that some worker can hold."""
         if self._hellos:
-            return max(hello.longest for hello in self._hellos.values())
+            return self._longest
         configured = [pool.engine.max_context for pool in self.config.pools if pool.engine.max_context]
         return max(configured, default=DEFAULT_CONTEXT)
 
@@ -128,6 +132,8 @@ class ModelHandle:
 
     def _ask_again(self) -> None:
         self._telling = min(self._hellos.values(), key=lambda hello: hello.upstream, default=None)
+        self._upstreams = any(hello.upstream for hello in self._hellos.values())
+        self._longest = max((hello.longest for hello in self._hellos.values()), default=0)
 
     def describe(self) -> dict[str, Any]:
         """The ``/v1/models`` entry."""

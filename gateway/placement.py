@@ -9,7 +9,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gateway.errors import ApiError, forbidden
@@ -33,7 +33,9 @@ class Demand:
 def demand(requires: Labels, allow_external: bool, service_class: ServiceClass) -> Demand:
     """A tenant's and its class's requirements together."""
     both = {**service_class.requires, **requires}
-    wrong = next((key for key, value in service_class.requires.items() if both[key] != value), None)
+    wrong = None
+    if service_class.requires:
+        wrong = next((key for key, value in service_class.requires.items() if both[key] != value), None)
     return Demand(both, allow_external and service_class.privacy.allow_external, wrong)
 
 
@@ -57,8 +59,12 @@ def contradicted(label: str) -> str:
     return f"{label}, for which tenant and class require different values"
 
 
-def refusal(model: str, pools: Iterable[Pool], job: Job) -> ApiError | None:
+def refusal(model: str, pools: Collection[Pool], job: Job) -> ApiError | None:
     """403 where no pool of the model may ever run ``job``."""
+    if not job.requires:
+        for pool in pools:
+            if job.allow_external or pool.labels.get(EXTERNAL) != "true":
+                return None
     missing = unmet([pool.labels for pool in pools], Demand(job.requires, job.allow_external))
     return None if missing is None else not_placed(model, missing)
 

@@ -27,10 +27,10 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from starlette.datastructures import Headers
 from starlette.types import Message, Send
 
 from gateway.errors import ApiError, bad_request, unavailable
+from gateway.gatekeeper import joined_headers
 from gateway.settings import Idempotency
 from gateway.timed import unwrap
 from policies.spi import SharedKeys
@@ -249,14 +249,14 @@ class Replays:
 
         Raises ApiError 400, 409, 422.
         """
-        given = Headers(scope=visit.scope).getlist(HEADER)
-        if not given:
+        given = joined_headers(visit.scope).get(HEADER)
+        if given is None:
             return None
         assert visit.principal is not None
         assert visit.tenant is not None
         digest = await asyncio.to_thread(_digest, body) if len(body) > INLINE_BYTES else _digest(body)
         tenant = visit.tenant
-        key = Key(tenant.id, visit.principal.user, tenant.epoch, visit.endpoint.route, sane_key(", ".join(given)))
+        key = Key(tenant.id, visit.principal.user, tenant.epoch, visit.endpoint.route, sane_key(given))
         recording, new = self.claim(key, digest)
         if not new:
             return recording

@@ -79,7 +79,7 @@ class EffectiveTenant:
 
     def may_use(self, model: str) -> bool:
         """Whether ``model`` is on the tenant's list."""
-        return any(fnmatchcase(model, pattern) for pattern in self.models)
+        return "*" in self.models or any(fnmatchcase(model, pattern) for pattern in self.models)
 
     def narrowed(self, principal: Principal) -> EffectiveTenant:
         """The tenant as this caller has it: narrowed by what its groups and the user may do at most."""
@@ -101,7 +101,7 @@ class EffectiveTenant:
         found = [self.organisation, own] if self.organisation is not None else [own]
         if principal.user is not None:
             found.append(QuotaAccount("user", self.id, principal.user, self.user_limits))
-        if principal.key_id is not None and self.key_limits != _UNLIMITED:
+        if principal.key_id is not None and self.key_limits is not _UNLIMITED and self.key_limits != _UNLIMITED:
             found.append(QuotaAccount("key", self.id, principal.key_id, self.key_limits))
         return tuple(found)
 
@@ -229,7 +229,7 @@ class Tenants:
             adapters=dict(config.adapters),
             limits=config.limits.to_limits(),
             user_limits=config.user_limits.to_limits(),
-            key_limits=config.key_limits.to_limits(),
+            key_limits=_UNLIMITED if (of_keys := config.key_limits.to_limits()) == _UNLIMITED else of_keys,
             organisation=self._organisations[config.organisation] if config.organisation is not None else None,
             cost_centre=config.cost_centre,
             prices=self._prices,

@@ -23,6 +23,8 @@ TIMED: Mapping[Kind, tuple[str, ...]] = {
     "routing": ("choose",),
     "admission": ("check",),
 }
+PASSED: Mapping[Kind, tuple[str, ...]] = {"scheduling": ("push", "charge", "explain", "discard", "requeue")}
+"""What is called several times a request: found here, where all else is looked for here first."""
 _ASYNC: frozenset[Kind] = frozenset({"auth", "quota"})
 
 
@@ -34,6 +36,9 @@ class Timed:
         wrap = _async if kind in _ASYNC else _sync
         for name in TIMED[kind]:
             setattr(self, name, wrap(getattr(policy, name), observe))
+        for name in PASSED.get(kind, ()):
+            if (call := getattr(policy, name, None)) is not None:
+                setattr(self, name, call)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wrapped, name)

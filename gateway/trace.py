@@ -157,7 +157,7 @@ class _Record(Span):
     def __init__(self, name: str, kind: Kind, start_ns: int, clock: Callable[[], int]) -> None:
         self.name = name
         self.kind: Kind = kind
-        self.span_id = new_span_id()
+        self.span_id = 0  # drawn when it is told, or exported
         self.start_ns = start_ns
         self.end_ns = 0
         self.said: list[Said] = []
@@ -177,7 +177,8 @@ class _Record(Span):
 
     def end(self) -> None:
         if not self.end_ns:
-            self.end_ns = max(self._clock(), self.start_ns + 1)
+            now, least = self._clock(), self.start_ns + 1
+            self.end_ns = now if now > least else least
 
     def data(self, root: SpanContext) -> SpanData:
         """As a child of ``root``, to be exported."""
@@ -185,6 +186,7 @@ class _Record(Span):
         if self.retry_of is not None:
             links.append(Link(child_of(root, span_id=self.retry_of), {"forebay.link": "retry_of"}))
         attributes = _made(self.said)
+        self.span_id = self.span_id or new_span_id()
         if self.error is not None:
             attributes["error.type"] = self.error
         return SpanData(
@@ -284,6 +286,7 @@ class Recorder(RequestTrace):
         if self._root.end_ns:
             return _NO_SPAN
         span = self._child(f"chat {model}", "client")
+        span.span_id = new_span_id()
         span.said.append((make, args, kwargs))
         if self._chats:
             span.retry_of = self._chats[0].span_id
@@ -359,8 +362,9 @@ class Recorder(RequestTrace):
         start = self._clock()
         if self._children:
             last = self._children[-1]  # only the last one can be open
-            last.end()
-            start = max(start, last.end_ns + GAP_NS)
+            if not last.end_ns:
+                last.end()
+            start = start if start >= last.end_ns + GAP_NS else last.end_ns + GAP_NS
         record = _Record(name, kind, start, self._clock)
         self._children.append(record)
         return record

@@ -96,7 +96,7 @@ class Running:
 class Gate:
     """``fits`` of one ``next``, with caps and a held job on top; notes whom it refuses for want of room."""
 
-    __slots__ = ("_beside", "_caps", "_fits", "_held", "refused")
+    __slots__ = ("_beside", "_caps", "_fits", "_held", "passed", "refused")
 
     def __init__(self, caps: Running, held: Job | None, fits: Fits, beside: Beside | None = None) -> None:
         self._caps = caps
@@ -104,11 +104,14 @@ class Gate:
         self._fits = fits
         self._beside = beside
         self.refused: list[JobId] = []
+        self.passed: Job | None = None
+        """Whom it let through last."""
 
     def __call__(self, job: Job) -> bool:
         if not self._may(job):
             return False
         if self._fits(job):
+            self.passed = job
             return True
         self.refused.append(job.id)
         return False

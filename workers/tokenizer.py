@@ -27,6 +27,7 @@ from workers.chat_template import ChatTemplate, ChatTemplateError, Segment
 
 __all__ = ["INLINE_CHARS", "ChatTemplateError", "EncodeError", "IncrementalDecoder", "Segment", "Tokenizer"]
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 INLINE_CHARS = 4096
 """Up to so many characters encoding takes about a millisecond; longer texts belong into a thread."""
 
@@ -195,7 +196,7 @@ class IncrementalDecoder:
         self._bytes = tokenizer._bytes
         self._special = tokenizer.special_ids.difference(shown) if shown else tokenizer.special_ids
         self._strip = tokenizer._strips
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _UTF8("replace")
 
     def push(self, token: int) -> str:
         """The text that ``token`` completes; empty while a character is incomplete, or for a special token."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,6 +28,7 @@ from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, 
 
 from gateway import log
 from gateway.errors import ApiError, bad_request, internal, too_large
+from gateway.ids import new_id
 
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 64 * 1024
@@ -38,6 +38,9 @@ GONE = "forebay.gone"
 """An ASGI extension: calls back when the connection is lost (``Tell``)."""
 Tell = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes whom to call, and returns what makes it call nobody."""
+LAST = "forebay.last"
+"""An ASGI extension: says whether all requests have begun that the server read in this turn of the event loop."""
+Last = Callable[[], bool]
 _REQUEST_ID = "forebay.request_id"
 _SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -115,7 +118,7 @@ class _Head:
             elif name == b"x-request-id" and given is None:
                 given = value
         sane = given is not None and _SANE_ID.fullmatch(given)
-        self.request_id = given.decode("ascii") if given is not None and sane else f"req_{secrets.token_hex(12)}"
+        self.request_id = given.decode("ascii") if given is not None and sane else f"req_{new_id()}"
 
     @property
     def has_body(self) -> bool:
@@ -253,9 +256,9 @@ async def read_body(receive: Receive, limit: int) -> bytes:
         size += len(chunk)
         if size > limit:
             raise too_large(limit)
-        chunks.append(chunk)
         if not message.get("more_body", False):
-            return b"".join(chunks)
+            return b"".join([*chunks, chunk]) if chunks else bytes(chunk)
+        chunks.append(chunk)
 
 
 async def watch_disconnect(receive: Receive) -> None:
@@ -281,6 +284,12 @@ def when_gone(scope: Scope, receive: Receive, left: Callable[[], None]) -> Calla
     watch = asyncio.create_task(watch_disconnect(receive), name="disconnect watch")
     watch.add_done_callback(ended)
     return partial(_cancel, watch)
+
+
+def nobody_follows(scope: Scope) -> bool:
+    """Whether no other request is about to begin in this turn of the event loop; False where nobody says."""
+    last: Last | None = scope.get("extensions", {}).get(LAST)
+    return last is not None and last()
 
 
 def _cancel(watch: asyncio.Task[None]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from gateway.callforms import TAGGED, CallForm, Calls
@@ -33,6 +34,7 @@ MIN_LOGPROB = -9999.0
 """What the API says for "impossible": JSON has no minus infinity."""
 
 
+@lru_cache(256)
 def fingerprint(revision: str) -> str:
     """``system_fingerprint`` of a model revision: changes when seeded answers may change."""
     return "fb_" + hashlib.sha256(revision.encode()).hexdigest()[:12]

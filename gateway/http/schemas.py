@@ -111,12 +111,14 @@ class Request:
 
     def features(self) -> frozenset[str]:
         """Which of ``FEATURES`` it uses, for authorisation."""
-        used = {
-            "json_schema": self.response_format is not None,
-            "logprobs": self.params.logprobs is not None,
-            "n": self.lines > 1,
-        }
-        return frozenset(name for name, is_used in used.items() if is_used)
+        used = set()
+        if self.response_format is not None:
+            used.add("json_schema")
+        if self.params.logprobs is not None:
+            used.add("logprobs")
+        if self.lines > 1:
+            used.add("n")
+        return frozenset(used)
 
     @property
     def lines(self) -> int:
@@ -360,6 +362,7 @@ def _check_prompt_alone(shared: Mapping[str, Any], *, echo: bool) -> None:
             raise bad_request(f"{what} needs output; leave it out, or send a {param} above 0.", param=what)
 
 
+_TOKENS = frozenset({int})
 _MANY = "prompt takes one prompt per request, got {}; send one request per prompt (they share the batch anyway)."
 
 
@@ -373,13 +376,13 @@ def _prompt(fields: Mapping[str, msgspec.Raw]) -> str | tuple[int, ...]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
-    for i, token in enumerate(prompt):
-        if not isinstance(token, int):
-            raise bad_request(
-                f"prompt[{i}]: expected a token id like the others before it; "
-                "send one string or one list of token ids, not a mixture.",
-                param=f"prompt[{i}]",
-            )
+    if not {*map(type, prompt)} <= _TOKENS:
+        i = next(i for i, token in enumerate(prompt) if not isinstance(token, int))
+        raise bad_request(
+            f"prompt[{i}]: expected a token id like the others before it; "
+            "send one string or one list of token ids, not a mixture.",
+            param=f"prompt[{i}]",
+        )
     if not prompt:
         raise bad_request("prompt is empty; send at least one token id or a string.", param="prompt")
     return tuple(prompt)

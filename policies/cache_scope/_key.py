@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from functools import lru_cache
 
 from policies.spi import PolicyConfigError, PolicyContext
 from policies.types import CacheScope
 
 _VERSION = b"forebay.cache_scope.1"
 MIN_SECRET_BYTES = 16
+REMEMBERED = 4096
 
 
 def encode(tenant: str, name: str, member: str | None, epoch: int) -> bytes:
@@ -23,8 +25,9 @@ def encode(tenant: str, name: str, member: str | None, epoch: int) -> bytes:
     return _VERSION + b"".join(tag + len(value).to_bytes(8, "big") + value for tag, value in fields)
 
 
+@lru_cache(REMEMBERED)
 def scope(secret: bytes, tenant: str, name: str, member: str | None, epoch: int) -> CacheScope:
-    """The scope whose key only a holder of ``secret`` can make."""
+    """The scope whose key only a holder of ``secret`` can make. The last ones are remembered: callers come again."""
     return CacheScope(name, hmac.new(secret, encode(tenant, name, member, epoch), hashlib.sha256).digest())
 
 

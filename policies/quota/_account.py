@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from policies.quota._bucket import PAD_S, Bucket
-from policies.quota.limits import BUDGETS, HOLDINGS, RATES, Units, capacity, month_of, month_start
+from policies.quota.limits import BUDGETS, HOLDINGS, RATES, Unit, Units, capacity, month_of, month_start
 from policies.types import Limits, LimitState, LimitStatus
 
 AccountKey = tuple[str, str, str]
@@ -68,6 +68,10 @@ class Account:
     """By limit."""
     closed: tuple[str, ...] = ()
     """Rates that are limited to nothing at all; no bucket is needed to say so."""
+    caps: tuple[tuple[str, int], ...] = ()
+    """Holdings that are limited, and to how much."""
+    budgets: tuple[tuple[str, Unit, int], ...] = ()
+    """Likewise."""
     held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(HOLDINGS, 0))
     month: int = 0
     spent: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "currency": 0})
@@ -95,6 +99,10 @@ class Account:
         self.limits, self.adopted = limits, True
         wanted = {name: limit for name in RATES if (limit := capacity(limits, name)) is not None}
         self.closed = tuple(name for name, limit in wanted.items() if limit <= 0)
+        self.caps = tuple((name, limit) for name in HOLDINGS if (limit := capacity(limits, name)) is not None)
+        self.budgets = tuple(
+            (name, unit, limit) for name, unit in BUDGETS.items() if (limit := capacity(limits, name)) is not None
+        )
         for name in RATES:
             limit, bucket = wanted.get(name, 0), self.buckets.get(name)
             if limit <= 0:
@@ -104,37 +112,37 @@ class Account:
             else:
                 bucket.adopt(limit, at.now)
 
-    def objections(self, cost: Units, at: Instant) -> Iterator[Objection]:
+    def objections(self, cost: Units, at: Instant) -> list[Objection]:
         """Every limit that does not let ``cost`` pass. Levels must be up to date."""
-        for limit, unit, amount, maximum, wait in self._asked(cost, at):
-            if amount > maximum:
-                yield Objection(limit, unit, self.key[0], amount, maximum, 0.0, never=True)
-            elif wait > 0:
-                yield Objection(limit, unit, self.key[0], amount, maximum, wait)
-
-    def _asked(self, cost: Units, at: Instant) -> Iterator[tuple[str, str, int, int, float]]:
+        found: list[Objection] = []
         for name in self.closed:
-            yield name, RATES[name].unit, cost[RATES[name].unit], 0, 0.0
+            unit = RATES[name].unit
+            if cost[unit] > 0:
+                found.append(self._objection(name, unit, cost[unit], 0, 0.0))
         for name, bucket in self.buckets.items():
             unit = RATES[name].unit
-            yield name, unit, cost[unit], bucket.limit, bucket.wait(cost[unit])
-        for name in HOLDINGS:
-            limit = capacity(self.limits, name)
-            if limit is not None:
-                amount = held_by(name, cost)
-                yield name, name, amount, limit, HELD_RETRY_S if self.held[name] + amount > limit else 0.0
-        for name, unit in BUDGETS.items():
-            limit = capacity(self.limits, name)
-            if limit is not None:
-                over = cost[unit] and self.spent[unit] + cost[unit] > limit
-                yield name, unit, cost[unit], limit, at.month_left_s + PAD_S if over else 0.0
+            if cost[unit] > bucket.level or cost[unit] > bucket.limit:
+                found.append(self._objection(name, unit, cost[unit], bucket.limit, bucket.wait(cost[unit])))
+        for name, limit in self.caps:
+            amount = held_by(name, cost)
+            if amount > limit or self.held[name] + amount > limit:
+                found.append(self._objection(name, name, amount, limit, HELD_RETRY_S))
+        for name, unit, limit in self.budgets:
+            if cost[unit] > limit or (cost[unit] and self.spent[unit] + cost[unit] > limit):
+                found.append(self._objection(name, unit, cost[unit], limit, at.month_left_s + PAD_S))
+        return found
+
+    def _objection(self, limit: str, unit: str, amount: int, maximum: int, wait_s: float) -> Objection:
+        never = amount > maximum
+        return Objection(limit, unit, self.key[0], amount, maximum, 0.0 if never else wait_s, never)
 
     def take(self, cost: Units) -> tuple[str, ...]:
         """Take it from every limit; returns the rates it was taken from."""
         for name, bucket in self.buckets.items():
             bucket.take(cost[RATES[name].unit])
+        held = self.held
         for name in HOLDINGS:
-            self.held[name] += held_by(name, cost)
+            held[name] += cost["tokens"] if name == "kv_tokens" else 1
         self.spend(cost, self.month, 1)
         self.reservations += 1
         return tuple(self.buckets)
@@ -172,7 +180,11 @@ class Account:
         """The tightest limit per header name. Levels must be up to date."""
         found: dict[str, LimitState] = {}
         for name, bucket in self.buckets.items():
-            tighten(found, RATES[name].header, LimitState(bucket.limit, bucket.left, bucket.reset_s))
+            header, state = RATES[name].header, LimitState(bucket.limit, bucket.left, bucket.reset_s)
+            if header in found:
+                tighten(found, header, state)
+            else:
+                found[header] = state
         budget = self.limits.tokens_per_month
         if budget is not None:
             left = max(0, budget - self.spent["tokens"])

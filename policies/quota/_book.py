@@ -137,11 +137,12 @@ class Book:
         if known is not None:
             return QuotaDecision(True, cost=known.taken["tokens"], remaining=_tightest(accounts, at)), None
         cost = reserved(job)
-        worst = max((o for a in accounts for o in a.objections(cost, at)), key=_gravity, default=None)
-        if worst is not None:
+        objections = [objection for account in accounts for objection in account.objections(cost, at)]
+        if objections:
+            worst = max(objections, key=_gravity)
             return _refusal(worst, job, wanted, _tightest(accounts, at)), None
         rates = {account.key: account.take(cost) for account in accounts}
-        month = max(account.month for account in accounts)
+        month = max([account.month for account in accounts])
         reservation = Reservation(Entry.of(job), cost, rates, month, at.now + self.lease_s)
         self._open[job.id] = reservation
         heapq.heappush(self._leases, (reservation.expires_at, job.id))
@@ -347,7 +348,11 @@ def _key(account: QuotaAccount) -> AccountKey:
 def _tightest(accounts: list[Account], at: Instant) -> dict[str, LimitState]:
     found: dict[str, LimitState] = {}
     for account in accounts:
-        for header, state in account.headers(at).items():
+        headers = account.headers(at)
+        if not found:
+            found = headers
+            continue
+        for header, state in headers.items():
             tighten(found, header, state)
     return found
 

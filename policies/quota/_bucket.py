@@ -26,7 +26,8 @@ class Bucket:
         """Bring the level up to date."""
         passed = now - self.at
         if passed > 0:
-            self.level = min(float(self.limit), self.level + passed * self.limit / self.window_s)
+            level = self.level + passed * self.limit / self.window_s
+            self.level = level if level < self.limit else float(self.limit)
             self.at = now
 
     def adopt(self, limit: int, now: float) -> None:
@@ -43,7 +44,8 @@ class Bucket:
 
     def take(self, cost: float) -> None:
         """Take; a negative cost gives back, never above the capacity. The level must be up to date."""
-        self.level = min(float(self.limit), self.level - cost)
+        level = self.level - cost
+        self.level = level if level < self.limit else float(self.limit)
 
     def is_full(self, now: float) -> bool:
         """Whether nothing is lost by forgetting it."""

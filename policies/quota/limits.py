@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import lru_cache
 from typing import Literal
 
 from policies.types import Charge, Job, Limits, QuotaAccount, TokenPrice
@@ -25,17 +26,14 @@ class Rate:
     limit: str
     unit: Unit
     window_s: float
-
-    @property
-    def header(self) -> str:
-        """Under which name the ``x-ratelimit-*`` headers count it."""
-        return "requests" if self.unit == "requests" else "tokens"
+    header: str
+    """Under which name the ``x-ratelimit-*`` headers count it."""
 
 
 _WINDOWS = {"minute": 60.0, "hour": 3600.0, "day": 86_400.0}
 _UNITS: tuple[Unit, ...] = ("requests", "tokens", "input_tokens", "output_tokens")
 RATES: Mapping[str, Rate] = {
-    f"{unit}_per_{window}": Rate(f"{unit}_per_{window}", unit, seconds)
+    f"{unit}_per_{window}": Rate(f"{unit}_per_{window}", unit, seconds, "requests" if unit == "requests" else "tokens")
     for unit in _UNITS
     for window, seconds in _WINDOWS.items()
 }
@@ -109,7 +107,12 @@ def most_output(
 
 def month_of(wall: float) -> int:
     """The calendar month (UTC) of a Unix time, as a number that rises by one each month."""
-    at = datetime.fromtimestamp(wall, UTC)
+    return _month_of_hour(int(wall // 3600.0))
+
+
+@lru_cache(16)
+def _month_of_hour(hour: int) -> int:
+    at = datetime.fromtimestamp(hour * 3600, UTC)
     return at.year * 12 + at.month - 1
 
 

@@ -19,7 +19,7 @@ def load(worker: WorkerView) -> tuple[float, float, str]:
 
 def least(workers: Sequence[WorkerView]) -> WorkerView:
     """The least loaded of them."""
-    return min(workers, key=load)
+    return min(workers, key=load) if len(workers) > 1 else workers[0]
 
 
 def reason(workers: Sequence[WorkerView]) -> str:

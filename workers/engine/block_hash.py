@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import sha256
 from typing import NewType
 
@@ -44,6 +45,15 @@ def _packed(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+@lru_cache(1024)
+def _headers(scope: bytes, revision: str, adapter: str | None, block_size: int) -> tuple[bytes, bytes]:
+    """What a block's key says besides its tokens: of a private one, and of one in a public prefix."""
+    shared = _field(b"V", _VERSION) + _field(b"R", revision.encode())
+    shared += _field(b"a", b"") if adapter is None else _field(b"A", adapter.encode())
+    tokens = b"T" + block_size.to_bytes(8, "little")
+    return shared + _field(b"S", scope) + tokens, shared + _field(b"P", b"") + tokens
+
+
 class KeyChain:
     """Makes the keys of one token line; holds what is the same for all its blocks.
 
@@ -57,11 +67,7 @@ class KeyChain:
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size: {block_size} is not a block size; use 1 or more tokens")
-        shared = _field(b"V", _VERSION) + _field(b"R", revision.encode())
-        shared += _field(b"a", b"") if adapter is None else _field(b"A", adapter.encode())
-        tokens = b"T" + block_size.to_bytes(8, "little")
-        self._private = shared + _field(b"S", scope) + tokens
-        self._public = shared + _field(b"P", b"") + tokens
+        self._private, self._public = _headers(scope, revision, adapter, block_size)
         self._public_blocks = max(0, public_tokens) // block_size
         self.block_size = block_size
 
