@@ -5,6 +5,8 @@ Rules
 - Labels are bounded: tenants and models that are not configured are counted under ``other``; worker, reason and policy
   names, which are ours or a plugin's, are capped. Random names never grow the series.
 - Exemplars carry trace ids, of kept traces only, in OpenMetrics only: what is observed when a request ends has them.
+- What is counted on a request's way is noted, and booked when the request is over, or somebody reads (``Later``): the
+  library takes locks and looks through buckets, and the request is waited for.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
 from gateway.gauges import BuildInfo, GaugeCollector, ServiceWindow, Source
+from gateway.later import Later
 from gateway.log import RequestSummary
 from gateway.settings import Settings
 from policies.types import Charge
@@ -103,6 +106,8 @@ class Metrics:
         """``versions``: the gateway's own, for the info metric; see ``add_workers`` for the others."""
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # the library's only switch for the `_created` twin of each series
         self.registry = CollectorRegistry()
+        self._later = Later(self._book_service)
+        self.registry.register(self._later)  # before all others: what they say is complete then
         self._workers = Names(room=256)
         self._reasons = Names(room=64)
         self._policies = Names(room=64)
@@ -170,6 +175,7 @@ class Metrics:
     @property
     def service(self) -> ServiceWindow:
         """Tokens charged in the last minute, to read."""
+        self._later.book()
         return self._window
 
     def first_token(self) -> Buckets:
@@ -186,6 +192,7 @@ class Metrics:
 
     def request_finished(self, summary: RequestSummary) -> None:
         """Count one request and its times; call it with the log line."""
+        self._later.book()
         model, class_ = self._models.label(summary.model), self._classes.label(summary.service_class)
         self._requests.labels(self.tenant(summary.tenant), class_, model, summary.outcome).inc()
         exemplar = {"trace_id": summary.trace_id} if summary.trace_kept and summary.trace_id else None
@@ -204,19 +211,30 @@ class Metrics:
 
     def charged(self, tenant: str, service_class: str, charge: Charge) -> None:
         """Count service as it is charged."""
+        self._later.served(tenant, service_class, charge)
+
+    def _book_service(self, tenant: str, service_class: str, charged: Mapping[str, int]) -> None:
         label, class_ = self.tenant(tenant), self._classes.label(service_class)
-        for kind, tokens in (("prompt", charge.prompt), ("cached", charge.cached), ("output", charge.output)):
+        for kind, tokens in charged.items():
             if tokens > 0:
                 self._service.labels(label, class_, kind).inc(tokens)
-        if charge.prompt + charge.output > 0:
-            self._window.add(label, charge.prompt + charge.output)
+        if (computed := charged["prompt"] + charged["output"]) > 0:
+            self._window.add(label, computed)
 
     def quota_decided(self, tenant: str, service_class: str, verdict: str) -> None:
         """``verdict``: ``trace_attributes.quota_verdict(decision)``."""
+        self._later.note((self._book_verdict, (tenant, service_class, verdict)))
+
+    def _book_verdict(self, decided: tuple[str, str, str]) -> None:
+        tenant, service_class, verdict = decided
         self._quota.labels(self.tenant(tenant), self._classes.label(service_class), self._limits.label(verdict)).inc()
 
     def routed(self, worker: str, reason: str) -> None:
         """Count one dispatch."""
+        self._later.note((self._book_route, (worker, reason)))
+
+    def _book_route(self, routed: tuple[str, str]) -> None:
+        worker, reason = routed
         self._routes.labels(self._workers.label(worker), self._reasons.label(reason)).inc()
 
     def client_disconnected(self) -> None:
@@ -237,7 +255,8 @@ class Metrics:
 
     def policy_timer(self, policy: str) -> Callable[[float], None]:
         """The ``observe(seconds)`` of one policy (``scheduling/vtc``)."""
-        return self._policy.labels(self._policies.label(policy)).observe
+        observe, note = self._policy.labels(self._policies.label(policy)).observe, self._later.note
+        return lambda seconds: note((observe, seconds))
 
     def spans_exported(self, spans: int) -> None:
         """Count spans the collector took. Called from the exporter's thread."""
@@ -254,6 +273,7 @@ class Metrics:
             due = loop.time() + interval_s
             await asyncio.sleep(interval_s)
             self._loop_lag.observe(max(0.0, loop.time() - due))
+            self._later.book()
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Body and content type for a scrape with this ``Accept`` header: OpenMetrics where asked for, else text."""
