@@ -21,8 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway import log
+from gateway.pool_listener import PoolListener
 from gateway.settings import Model
-from gateway.worker_handle import PoolListener, WorkerGoneError, WorkerHandle, WorkerState
+from gateway.worker_handle import WorkerGoneError, WorkerHandle, WorkerState
 from workers.protocol import AdapterInfo
 
 _log = log.get("adapters")

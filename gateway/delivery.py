@@ -5,10 +5,11 @@ Rules
 - Nothing is sent before the first output or the failure is known, so that a refusal has its status; unless the operator
   sets ``streams.begin_after_s``: then a stream that still waits begins with a comment.
 - A comment is no output: the work may still be repeated after it.
+- What can be made before the first output is: the worker is at work then, and its caller waits for both.
 - A reader that takes nothing for ``slow_reader_s``, or lets ``max_backlog_bytes`` pile up, is given up: its request
   ends as ``cancelled`` and what ran is settled. One with an ``Idempotency-Key`` goes on, as when its caller is gone.
-- The reservation is settled before the last byte. A stream's last text goes out with its end in one write where that is
-  done at once; else it does not wait for it.
+- The reservation is settled before the last byte, or right behind it where that is done at once; then a stream's last
+  text goes out with its end in one write. Else the text does not wait for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from gateway.choices import ChoiceDelta
@@ -27,11 +28,11 @@ from gateway.replays import REPLAYED, Recording
 from gateway.report import Reporter
 from gateway.settings import Streams
 from gateway.ticket import Ticket
-from gateway.visit import Visit, encode_json
+from gateway.visit import Head, Visit, encode_json, head
 
 Settle = Callable[[Visit], asyncio.Task[None] | None]
-"""Settles at once (None), or begins the settlement that has to wait, or returns the one that was begun: who waits for
-it must not cancel it."""
+"""``Settler.soon``: what has to be waited for before the last byte, by who must not cancel it."""
+_STREAM = head(sse.HEADERS)
 
 TICK_S = 1.0
 """How often a stream is looked after, at most."""
@@ -48,8 +49,9 @@ class Delivery:
 
     async def stream(self, visit: Visit, ticket: Ticket, answer: Format, settle: Settle) -> None:
         """The answer as it comes. Raises what the ticket ends with."""
+        begin = partial(self._begin, visit, [*_STREAM, *head(visit.headers(self._clock()))])
         if self.streams.begin_after_s is not None:
-            await self._begin_while_waiting(visit, ticket, self.streams.begin_after_s)
+            await self._begin_while_waiting(visit, ticket, self.streams.begin_after_s, begin)
         said: list[ChoiceDelta] = []
         pulse = Pulse(visit, ticket, self.streams)
         last = b""
@@ -62,31 +64,32 @@ class Delivery:
                 if ticket.done and ticket.error is None:
                     last += data  # there may be more that came while this was made
                     continue
-                await self._begin(visit)
+                await begin()
                 await visit.reply.write(data)
             self._reporter.content(visit, said)
             if (settlement := settle(visit)) is not None:
                 if last:
-                    await self._begin(visit)
+                    await begin()
                     await visit.reply.write(last)
                     last = b""
                 visit.delivered = True
                 await asyncio.shield(settlement)
             visit.delivered = True
-            await self._begin(visit)
+            await begin()
             await visit.reply.end(last + answer.closing(ticket.usage))
         finally:
             pulse.stop()
 
     async def whole(self, visit: Visit, ticket: Ticket, answer: Format, settle: Settle) -> None:
         """The answer in one piece. Raises what the ticket ends with."""
+        headers = head(visit.headers(self._clock()))
         deltas = [delta async for batch in ticket.batches() for delta in batch]
         body = await _made(ticket, lambda: encode_json(answer.full(collect(deltas, ticket.choices), ticket.usage)))
         self._reporter.content(visit, deltas)
         if (settlement := settle(visit)) is not None:
             await asyncio.shield(settlement)
         visit.trace.event("first_byte")
-        await visit.reply.whole(200, visit.headers(self._clock()), body)
+        await visit.reply.whole(200, headers, body)
 
     async def replay(self, visit: Visit, recording: Recording) -> None:
         """Another request's answer, as far as it is and as it comes. Raises ApiError 503 where it breaks off."""
@@ -98,7 +101,7 @@ class Delivery:
                         if not visit.reply.begun:
                             own = visit.headers(self._clock())
                             headers = {**dict(recording.headers), **own, REPLAYED: "true"}
-                            await visit.reply.begin(recording.status or 200, headers)
+                            await visit.reply.begin(recording.status or 200, head(headers))
                             visit.trace.event("first_byte")
                         if data:
                             await visit.reply.write(data)
@@ -107,15 +110,17 @@ class Delivery:
         visit.delivered = True
         await visit.reply.end()
 
-    async def _begin(self, visit: Visit) -> None:
+    async def _begin(self, visit: Visit, headers: Head) -> None:
         if not visit.reply.begun:
-            await visit.reply.begin(200, {**sse.HEADERS, **visit.headers(self._clock())})
+            await visit.reply.begin(200, headers)
             visit.trace.event("first_byte")
 
-    async def _begin_while_waiting(self, visit: Visit, ticket: Ticket, patience_s: float) -> None:
+    async def _begin_while_waiting(
+        self, visit: Visit, ticket: Ticket, patience_s: float, begin: Callable[[], Awaitable[None]]
+    ) -> None:
         pause: float | None = patience_s
         while not await _ready(ticket, pause):
-            await self._begin(visit)
+            await begin()
             await visit.reply.write(sse.KEEP_ALIVE)
             pause = self.streams.keep_alive_s
 

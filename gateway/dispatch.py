@@ -1,13 +1,14 @@
 """The single owner of one model's queue and of everything of it that is in flight.
 
 Rules
-- Runs on the event loop. A turn (``_turn``) takes jobs from the queue, picks a worker and sends, without any await: a
-  job is queued or in flight, never between. Turns are woken by a submission, by output that frees room, by a worker
-  that comes or goes, by a swap, and by a timer for expiry; wake-ups in one loop iteration make one turn.
+- Runs on the event loop. A turn takes jobs from the queue, picks a worker and sends, without any await: a job is queued
+  or in flight, never between. Turns are woken by a submission, by output that frees room, by workers and swaps, and by
+  a timer for expiry. Wake-ups in one loop iteration make one turn, in the next; or at once where who submits is the
+  last (``hasten``). What a turn sends to a worker goes out together, with the turn's last job.
 - Late binding: ``gate.py`` says what may be sent; everything else stays in the queue, in the live policy's order.
 - A foreign policy that fails stops no turn: routing falls back to the least loaded worker, scheduling to another policy
   (``policies/guard.py``); both are logged and counted.
-- What comes back from workers is ``landing.py``'s; what both share is ``desk.py``'s.
+- What comes back from workers is ``landing.py``'s, what both share ``desk.py``'s.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ TICK_S = 0.5
 
 
 class Dispatcher:
-    """One model's queue, and its requests at the model's workers. A ``gateway.worker_handle.PoolListener``."""
+    """One model's queue, and its requests at the model's workers. A ``gateway.pool_listener.PoolListener``."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class Dispatcher:
 
     def ready_for(self, job: Job, choices: int | None = None) -> int:
         """Workers that could run ``job``: ready, of a pool with its labels and class; with room for ``choices``."""
-        return sum(one.state is WorkerState.READY and suits(one, job, choices) for one in self._prefill.serving)
+        return len([1 for one in self._prefill.serving if one.state is WorkerState.READY and suits(one, job, choices)])
 
     # -- for the operator -----------------------------------------------------------------------------------------
 
@@ -275,9 +276,12 @@ class Dispatcher:
         """Have a turn soon."""
         if not self._woken:
             self._woken = True
-            asyncio.get_running_loop().call_soon(self._turn)
+            asyncio.get_running_loop().call_soon(self.hasten)
 
-    def _turn(self) -> None:
+    def hasten(self) -> None:
+        """Have the turn that is due, if one is: nobody else submits anything in this iteration of the loop."""
+        if not self._woken:
+            return
         self._woken = False
         now = self._desk.clock()
         try:
@@ -341,10 +345,9 @@ class Dispatcher:
         self._desk.picked(ticket, dispatch)
         room, decision = self._route(ticket, rooms, now)
         handle = self._handles[decision.worker]
-        prepared, choices = ticket.prepared, ticket.prepared.choices()
-        generate, endpoint = prepared.generate, prepared.request.endpoint
-        asked = (generate.params, self.model.name, generate.max_tokens, generate.n, endpoint, ticket.stream)
-        ticket.span = ticket.trace.begin_chat(self.model.name, attributes.chat_request, *asked)
+        prepared, choices, generate = ticket.prepared, ticket.prepared.choices(), ticket.prepared.generate
+        asked = (generate.params, self.model.name, generate.max_tokens, generate.n, prepared.request.endpoint)
+        ticket.span = ticket.trace.begin_chat(self.model.name, attributes.chat_request, *asked, ticket.stream)
         try:
             source = self._prefill.send(ticket, handle, message_for(handle, prepared, ticket.trace.inject()), now)
         except WorkerGoneError as error:
@@ -354,6 +357,8 @@ class Dispatcher:
             self.queue.requeue(job.id, now, RequeueReason.WORKER_REFUSED)
             self._desk.queued_again(ticket, RequeueReason.WORKER_REFUSED)
             return
+        if not len(self.queue):
+            handle.flush()
         load = Load(job.prompt_tokens if source is None else 1, ticket.lines, started=False, suspect=ticket.suspect)
         self._desk.flights.add(Flight(ticket, handle, choices, set(range(ticket.choices)), load, source))
         ticket.dispatched(handle, now, dispatch.waited_s)
@@ -391,6 +396,5 @@ class Dispatcher:
 
     def _expired(self, ticket: Ticket, now: float) -> None:
         """Its wait ran out; the queue has let go of it already."""
-        job = ticket.job
-        healthy = self.ready_for(job, ticket.lines)
-        self._desk.end(ticket, waited_out(self._desk.drain_s()) if healthy else no_worker(job.model), now)
+        healthy = self.ready_for(ticket.job, ticket.lines)
+        self._desk.end(ticket, waited_out(self._desk.drain_s()) if healthy else no_worker(ticket.job.model), now)

@@ -7,7 +7,8 @@ Rules
 - A reservation that was asked for is settled exactly once, whatever await fails or is cancelled: at once where nothing
   has to be waited for, else by one task, which nobody's cancellation reaches. It ends the ticket first, so that usage
   is what really ran.
-- Settling comes before the last byte: a caller that has its answer finds its slot free.
+- Settling comes before the last byte, or right behind it where it is done at once (``settlement.py``): a caller that
+  has its answer finds its slot free.
 - From the whole body on, the caller is watched and the time limits run; either ends the work by ``Visit.cut``, wherever
   it waits. So does a reader that does not read (``delivery.py``).
 - Nothing is sent before the first output or the failure is known. Afterwards a failure is an error event inside the
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -38,9 +38,10 @@ from gateway.entrance import Entrance
 from gateway.errors import ApiError, bad_request, internal, timed_out
 from gateway.gatekeeper import Gatekeeper, over_quota
 from gateway.http import sse
-from gateway.http.middleware import request_id, send_error, when_gone
+from gateway.http.middleware import nobody_follows, request_id, send_error, when_gone
 from gateway.http.openai import Format
 from gateway.http.schemas import parse
+from gateway.ids import new_id
 from gateway.intake import Intake
 from gateway.jobs import make_job
 from gateway.models import Models
@@ -53,7 +54,7 @@ from gateway.settings import Timeouts
 from gateway.settlement import Settler
 from gateway.tenants import Tenants
 from gateway.ticket import Ticket
-from gateway.visit import Endpoint, Errand, Reply, Visit
+from gateway.visit import Endpoint, Errand, Reply, Visit, head
 from gateway.within import within
 from policies.spi import QuotaPolicy
 from policies.types import Job, JobId, Principal, QuotaDecision, Transition, Usage
@@ -190,14 +191,14 @@ class Pipeline:
         request = await parse(endpoint.parse, body)
         visit.model, _ = self._models.choose(request.model, visit.tenant)
         model = visit.model
-        job_id = JobId(secrets.token_hex(12))
+        job_id = JobId(new_id())
         job = visit.errand = make_job(visit.principal, visit.tenant, model.name, job_id, visit.arrived)
         visit.decision = await self._reserved(visit, job)
         with visit.span("tokenize"):
             answer = await self._intake.errand(visit.tenant, request.chars, partial(endpoint.answer, request, model))
         await self.settler.settle(visit)
         visit.trace.event("first_byte")
-        await visit.reply.whole(200, visit.headers(self._clock()), answer)
+        await visit.reply.whole(200, head(visit.headers(self._clock())), answer)
 
     async def _inference(self, visit: Visit, endpoint: Endpoint, body: bytes) -> None:
         """What goes to a worker."""
@@ -211,9 +212,11 @@ class Pipeline:
         dispatcher = self._dispatchers[prepared.job.model]
         ticket = visit.ticket = dispatcher.submit(prepared, stream=request.stream, trace=visit.trace)
         ticket.on_dispatched = partial(self._started, visit.policies.quota, prepared.job.id)
+        if nobody_follows(visit.scope):
+            dispatcher.hasten()
         answer = visit.format = self._format(visit, endpoint, ticket)
         deliver = self.delivery.stream if request.stream else self.delivery.whole
-        await deliver(visit, ticket, answer, self.settler.begin)
+        await deliver(visit, ticket, answer, self.settler.soon)
         visit.trace.event("last_byte")
 
     async def _authenticated(self, visit: Visit) -> Principal:

@@ -1,10 +1,10 @@
 """A pool: a set of equal workers of one model. Starts, connects, watches, replaces them; tells the dispatcher.
 
-What a dispatcher uses (see ``gateway.worker_handle`` for the details):
+What a dispatcher uses (see ``gateway.worker_handle`` and ``gateway.pool_listener`` for the details):
 
 - ``PoolListener``: the dispatcher implements ``on_ready(handle)``, ``on_outputs(handle, outputs)``,
   ``on_lost(handle, reason: WorkerLoss)``.
-- ``WorkerHandle``: ``available(now)``, ``view(now)``, ``send(message)``, ``inflight``, ``is_stale(now)``,
+- ``WorkerHandle``: ``available(now)``, ``view(now)``, ``send(message)``, ``flush()``, ``inflight``, ``is_stale(now)``,
   ``state``, ``hello``.
 - ``Pool``: ``start()``, ``wait_ready(count)``, ``ready`` (handles), ``snapshot()``, ``stop(drain_s)``.
 
@@ -23,15 +23,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gateway.pool_listener import PoolListener
 from gateway.settings import Pool as PoolConfig
-from gateway.worker_handle import (
-    LossKind,
-    PoolListener,
-    WorkerGoneError,
-    WorkerHandle,
-    WorkerLoss,
-    WorkerState,
-)
+from gateway.worker_handle import LossKind, WorkerGoneError, WorkerHandle, WorkerLoss, WorkerState
 from gateway.worker_slot import SlotOptions, WorkerSlot
 from workers.launchers.base import Launcher, WorkerSpec
 from workers.protocol import Hello, StepOutputs

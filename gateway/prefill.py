@@ -82,6 +82,7 @@ class Prefill:
         key = secrets.token_hex(16)
         try:
             source.send(prompt_of(message, source, key))
+            source.flush()  # who asks it for the prompt's blocks hears of the request next
         except WorkerGoneError as error:
             _log.warning("prefill_failed", worker=source.name, job=message.id, why=str(error))
             return message, None

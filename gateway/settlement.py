@@ -3,6 +3,8 @@
 Rules
 - At once where nothing has to be waited for: its work has ended, and the quota policy keeps all in memory
   (``policies.spi.NeverWaits``). Else by one task, which nobody's cancellation reaches.
+- Before an answer's last byte; but what is done at once follows right behind it, also where nobody takes that byte, and
+  before anything is looked at that its reader says then (``soon``).
 - The ticket ends first, so that usage is what really ran; a worker is given a moment for its last word.
 - Nothing here raises: a policy that fails is logged and counted, and the lease frees what it held.
 """
@@ -60,28 +62,41 @@ class Settler:
         if (settlement := self.begin(visit)) is not None:
             await asyncio.shield(settlement)
 
+    def soon(self, visit: Visit) -> asyncio.Task[None] | None:
+        """What has to be waited for before the last byte, if anything. What is done at once is done in the loop's next
+        turn at the latest: what the byte's reader says then comes behind it.
+        """
+        if visit.settled or visit.settlement is not None or self._waits(visit):
+            return self.begin(visit)
+        asyncio.get_running_loop().call_soon(self.begin, visit)
+        return None
+
     def begin(self, visit: Visit) -> asyncio.Task[None] | None:
         """The settlement, which is begun once; None once it is over."""
         if visit.settlement is None and not visit.settled:
-            if self._at_once(visit):
-                visit.settled = True
-            else:
+            if self._waits(visit):
                 visit.settlement = asyncio.create_task(self._settlement(visit), name="settle")
                 self._settling.add(visit.settlement)
                 visit.settlement.add_done_callback(self._settling.discard)
+            else:
+                self._at_once(visit)
+                visit.settled = True
         return None if visit.settled else visit.settlement
 
-    def _at_once(self, visit: Visit) -> bool:
-        """Settle without waiting for anything: its work has ended, and the quota policy keeps all in memory."""
+    def _waits(self, visit: Visit) -> bool:
+        """Whether something has to be waited for: the end of its work, or a quota policy that does not keep all in
+        memory.
+        """
         if visit.ticket is not None and not visit.ticket.done:
-            return False
-        if not self._never_waits(visit.policies.quota):
-            return not visit.reserved
+            return True
+        return visit.reserved and not self._never_waits(visit.policies.quota)
+
+    def _at_once(self, visit: Visit) -> None:
+        """Settle without waiting for anything."""
         try:
             at_once(self._given_back(visit))
         except RuntimeError as error:
             self._unsettled(visit, error)
-        return True
 
     async def _settlement(self, visit: Visit) -> None:
         """End the ticket, then the reservation. Never raises: a failure is logged and counted, the lease runs out."""

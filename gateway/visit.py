@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 AnyRequest = ChatRequest | CompletionRequest
 encode_json = msgspec.json.Encoder().encode
+Head = list[tuple[bytes, bytes]]
+"""Headers as ASGI has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,14 @@ class Errands(Protocol):
         ...
 
 
+def head(headers: Mapping[str, str]) -> Head:
+    """Headers as ASGI has them."""
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+_JSON = head({"content-type": "application/json"})
+
+
 class Reply:
     """The answer: begun once, ended once. ``status`` is what the client was sent, None while nothing was."""
 
@@ -85,11 +95,10 @@ class Reply:
         """Whether a status went out: from then on an error can only be told in-band."""
         return self.status is not None
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    async def begin(self, status: int, headers: Head) -> None:
         """Send status and headers."""
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         self.status = status
-        await self.send({"type": "http.response.start", "status": status, "headers": raw})
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
         """Send a part of the body; waits while the client reads more slowly than this."""
@@ -108,9 +117,9 @@ class Reply:
         finally:
             self.writing = False
 
-    async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+    async def whole(self, status: int, headers: Head, body: bytes) -> None:
         """Send an answer in one piece."""
-        await self.begin(status, {"content-type": "application/json", "content-length": str(len(body)), **headers})
+        await self.begin(status, [*_JSON, (b"content-length", b"%d" % len(body)), *headers])
         await self.end(body)
 
 
@@ -128,10 +137,11 @@ class Passage:
         return self._span
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, ApiError):
-            self._span.fail(error.reason or error.outcome)
-        elif isinstance(error, Exception):
-            self._span.fail("internal")
+        if error is not None:
+            if isinstance(error, ApiError):
+                self._span.fail(error.reason or error.outcome)
+            elif isinstance(error, Exception):
+                self._span.fail("internal")
         self._span.end()
 
 

@@ -94,24 +94,8 @@ class Link(Protocol):
         """Queue a message without blocking. Raises ``workers.rpc.LinkError`` (nothing was sent)."""
         ...
 
-
-class PoolListener(Protocol):
-    """What a pool tells its model's dispatcher. All calls come on the event loop, one at a time, and must not block.
-
-    Per handle: ``on_ready`` once, then any number of ``on_outputs``, then ``on_lost`` once; nothing after it.
-    A start that fails is no loss: there was no ``on_ready``. An exception from a listener is logged, never fatal.
-    """
-
-    def on_ready(self, handle: WorkerHandle) -> None:
-        """``handle`` said Hello and may be sent work."""
-        ...
-
-    def on_outputs(self, handle: WorkerHandle, outputs: StepOutputs) -> None:
-        """News of one or several steps. The handle's own figures are already up to date."""
-        ...
-
-    def on_lost(self, handle: WorkerHandle, reason: WorkerLoss) -> None:
-        """The worker is gone with everything in ``reason.inflight``; no output of those will come."""
+    def flush(self) -> None:
+        """Send what is queued now, where it would wait for the loop's next turn. Never raises."""
         ...
 
 
@@ -253,6 +237,11 @@ class WorkerHandle:
             raise WorkerGoneError(f"worker {self.name}: {error}") from error
         if isinstance(message, Generate):
             self._track(message)
+
+    def flush(self) -> None:
+        """Nothing more is sent for now: have what was sent go out at once, and not in the loop's next turn."""
+        if self._link is not None:
+            self._link.flush()
 
     def drain(self) -> None:
         """Send it no new requests and have it end when what it has is done. Raises WorkerGoneError.

@@ -22,7 +22,8 @@ from typing import Any
 from msgspec.structs import replace as with_fields
 
 from gateway.log import get
-from gateway.worker_handle import LossKind, PoolListener, WorkerHandle, WorkerLoss, WorkerState
+from gateway.pool_listener import PoolListener
+from gateway.worker_handle import LossKind, WorkerHandle, WorkerLoss, WorkerState
 from workers.launchers.base import Launcher, LaunchError, SecuredProcess, WorkerExit, WorkerProcess, WorkerSpec
 from workers.protocol import PROTOCOL, AdapterAnswer, Hello, StepOutputs, Up
 from workers.rpc import SessionError, WorkerClient

@@ -10,7 +10,8 @@ Rules
 - A request that offers an upgrade (Java's HTTP client offers h2c with each) is served as HTTP/1.1, with its body.
 - An HTTP/1.0 client knows no chunks: an answer of unknown length ends with its connection.
 - A peer that takes nothing any more loses its connection after ``STALLED_PEER_S``: closing alone waits for it for ever.
-- A request learns from its listener that its caller has gone (``GONE``), and waits for nobody to be told.
+- A request learns from its listener that its caller has gone (``GONE``), and waits for nobody to be told; and whether
+  it is the last of those that were read in one turn of the event loop (``LAST``).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import errno
 import json
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import httptools
 import uvicorn
@@ -31,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.cli.output import UserError
-from gateway.http.middleware import GONE
+from gateway.http.middleware import GONE, LAST
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 128
@@ -91,8 +92,33 @@ def url_of(bound: socket.socket, *, tls: bool = False) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+class _Begun:
+    """Counts requests whose tasks are made and whose first step is not over: several only where one turn of the event
+    loop read several, since that step comes in the next.
+    """
+
+    def __init__(self) -> None:
+        self._first_steps = 0
+
+    def last(self) -> bool:
+        """For a request in its first step, or later: nobody else is about to begin."""
+        return self._first_steps <= 1
+
+    def begins(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A request's task has just been made: what is called soon comes behind its first step."""
+        self._first_steps += 1
+        loop.call_soon(self._began)
+
+    def _began(self) -> None:
+        self._first_steps -= 1
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """HTTP/1.1 with limits on headers; errors below the application are JSON as everywhere else."""
+
+    def __init__(self, begun: _Begun, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._begun = begun
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the clock of the first request's headers."""
@@ -101,7 +127,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._closing_behind = False
         self._lost = False
         self._left: Callable[[], None] | None = None
-        self._extensions = {GONE: self._tell}
+        self._extensions = {GONE: self._tell, LAST: self._begun.last}
         self._expect_headers()
         self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._look)
 
@@ -142,7 +168,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._waits_since: float | None = self.loop.time()
         self._in_headers = True
         self._pending_bytes = 0
-        self._header_bytes = 0
 
     def data_received(self, data: bytes) -> None:
         """Count what arrives while headers are incomplete, which the parser would buffer without end."""
@@ -191,11 +216,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = self._extensions  # type: ignore[typeddict-item]  # ASGI leaves open what they hold
         self._expect_headers()
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Count the header's bytes."""
-        super().on_header(name, value)
-        self._header_bytes += len(name) + len(value)
-
     def on_headers_complete(self) -> None:
         """Start the application, unless the headers broke a limit or come once more."""
         if self.parser.should_upgrade():
@@ -203,7 +223,10 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._in_headers = False
         self._waits_since = None
-        if len(self.headers) > MAX_HEADERS or self._header_bytes + len(self.url) > MAX_HEADER_BYTES:
+        size = len(self.url)
+        for name, value in self.headers:
+            size += len(name) + len(value)
+        if len(self.headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
             self._refuse(431, f"At most {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes of them are accepted.")
             raise ValueError("headers over the limit")  # stops the parser; the answer is already on its way
         super().on_headers_complete()
@@ -212,6 +235,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if cycle.scope["http_version"] in ("1.0", "0.9"):
             app = _ended_by_close(app, cycle)
         super()._start_asgi_task(cycle, app)
+        self._begun.begins(self.loop)
 
     def on_response_complete(self) -> None:
         """Serve what is next, or wait for it."""
@@ -301,7 +325,8 @@ class Listener(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             self._limited(app) if max_connections else app,
-            http=LimitedProtocol,
+            interface="asgi3",
+            http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, _Begun())),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -340,12 +365,11 @@ class Listener(uvicorn.Server):
         yield
 
     def _limited(self, app: ASGIApp) -> ASGIApp:
-        async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+        def limited(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
             limit = self._max_connections
             if limit is None or len(self.server_state.connections) <= limit:
-                await app(scope, receive, send)
-                return
-            await _send_json(send, 503, _BUSY)
+                return app(scope, receive, send)
+            return _send_json(send, 503, _BUSY)
 
         return limited
 

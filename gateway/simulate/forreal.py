@@ -49,6 +49,9 @@ class RealWorker:
         if isinstance(message, Generate):
             self.engine.submit(with_fields(message, params=_GREEDY, max_tokens=self._front.answer(message.id)))
 
+    def flush(self) -> None:
+        """It has been sent."""
+
 
 def engine_config(loaded: LoadedScenario) -> EngineConfig:
     """The scenario's workers as a real engine's configuration. Raises ValueError for one that cannot run for real."""

@@ -96,6 +96,9 @@ class SimulatedWorker:
             # The stretch ends with the step under way: the next one may be another.
             self.pause(1)
 
+    def flush(self) -> None:
+        """It has been sent."""
+
     @property
     def stretching(self) -> bool:
         """Whether several steps are under way that can be looked into."""

@@ -39,6 +39,9 @@ class Worker:
         if not self.quiet:
             asyncio.get_running_loop().call_soon(self.answer, message)
 
+    def flush(self) -> None:
+        pass
+
     def answer(self, message: Down) -> None:
         if isinstance(message, LoadAdapter):
             digest = self.disk.get(message.source)

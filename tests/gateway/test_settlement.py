@@ -12,9 +12,10 @@ import pytest
 
 from gateway import pipeline as pipeline_module
 from gateway.app import ENDPOINTS
-from gateway.ticket import Ticket
+from gateway.http.middleware import LAST
+from gateway.ticket import Ticket, TicketState
 from policies.types import JobId, Usage
-from tests.gateway.harness import MODEL, Site, token
+from tests.gateway.harness import MODEL, Site, tickets, token
 from workers.testing import Echo
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -172,4 +173,65 @@ async def test_one_settlement_whatever_fails(
     assert exchange.hit or (point == "send part" and not stream)
     assert len(exchange.settled) == (0 if point in HOLDS_NOTHING else 1)
     assert shared.slots("alpha") == 0
+    await shared.at_rest()
+
+
+class Behind(Exchange):
+    """Notes what is settled when the last byte is handed over and two turns of the loop later; then the caller goes."""
+
+    def __init__(self, site: Site, stream: bool) -> None:
+        super().__init__(site, "nowhere", "raises", stream)
+        self.seen: list[int] = []
+
+    async def send(self, message: dict[str, Any]) -> None:
+        last = message["type"] == "http.response.body" and not message.get("more_body")
+        if last:
+            self.seen.append(len(self.settled))
+            for _ in range(2):
+                await asyncio.sleep(0)
+            self.seen.append(len(self.settled))
+            self.gone.set()
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_the_last_byte_waits_for_no_settlement_and_no_settlement_for_its_reader(
+    shared: Site, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """What is done at once is done right behind the last byte, though nobody takes it; once, though nobody stays."""
+    exchange = Behind(shared, stream)
+    with faulty(shared, exchange, monkeypatch):
+        await exchange.run()
+    assert exchange.seen == [0, 1]
+    assert len(exchange.settled) == 1
+    assert exchange.sent[-1]["body"]
+    await shared.at_rest()
+
+
+async def test_a_reservation_that_has_to_be_waited_for_is_settled_before_the_last_byte(
+    shared: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = Behind(shared, stream=True)
+    monkeypatch.setattr(shared.gateway.parts.runtime.current.quota, "never_waits", False, raising=False)
+    with faulty(shared, exchange, monkeypatch):
+        await exchange.run()
+    assert exchange.seen == [1, 1]
+    await shared.at_rest()
+
+
+@pytest.mark.parametrize("last", [True, False])
+async def test_who_is_last_in_a_turn_of_the_loop_is_dispatched_in_it(shared: Site, last: bool) -> None:
+    """Unless nobody says so: then others may follow, and the policy chooses among all."""
+    exchange = Exchange(shared, "nowhere", "raises", stream=False)
+    exchange.scope["extensions"] = {LAST: lambda: last}
+    states: list[TicketState] = []
+
+    async def look() -> None:
+        states.extend(ticket.state for ticket in tickets(shared))
+
+    running = asyncio.create_task(exchange.run())
+    await asyncio.sleep(0)  # it makes the request's task
+    looking = asyncio.create_task(look())  # behind that one's first step, before the next turn
+    await asyncio.gather(running, looking)
+    assert states == [TicketState.RUNNING if last else TicketState.QUEUED]
     await shared.at_rest()

@@ -38,6 +38,9 @@ class Line:
             raise LinkError("the session has ended")
         self.sent.append(message)
 
+    def flush(self) -> None:
+        pass
+
 
 class Clock:
     def __init__(self) -> None:

@@ -67,6 +67,10 @@ class WorkerClient:
         elif self._patience is None:
             self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._wake)
 
+    def flush(self) -> None:
+        """Nothing follows for now: what was sent goes out at once, where it would wait for the loop's next turn."""
+        self._line.flush()
+
     async def close(self) -> None:
         """Send what is unsent, if the worker takes it, and end the session; the worker cancels every request of it.
 

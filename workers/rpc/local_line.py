@@ -79,10 +79,18 @@ class LocalLine(Connection):
             raise error
 
     def wake(self) -> None:
-        """What is sent in this turn of the loop goes out together, in the next."""
+        """What is sent in this turn of the loop goes out together, in the next unless ``flush`` comes before."""
         if not self._woken:
             self._woken = True
-            self.loop.call_soon(self._flush)
+            self.loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Send it."""
+        if not self._woken:
+            return
+        self._woken = False
+        if self.outlet is not None and not self.over.done():
+            self.outlet.push()
 
     async def say_the_rest(self, timeout_s: float) -> None:
         """Nobody reads when the socket stays full."""
@@ -121,11 +129,6 @@ class LocalLine(Connection):
     def content(self) -> bytes:
         data = self._unsent.take()
         return frame(Kind.MESSAGE, data) if data else b""
-
-    def _flush(self) -> None:
-        self._woken = False
-        if self.outlet is not None and not self.over.done():
-            self.outlet.push()
 
     def _read_on(self) -> None:
         self.pause(False)

@@ -107,6 +107,9 @@ class NetworkLine:
         self._idle.clear()
         self._wake.set()
 
+    def flush(self) -> None:
+        """Its writer is a task."""
+
     async def say_the_rest(self, timeout_s: float) -> None:
         """Nobody reads where the writer has ended, or does not come to an end soon."""
         assert self._writer is not None

@@ -49,7 +49,11 @@ class Line(Protocol):
         ...
 
     def wake(self) -> None:
-        """There is something to send."""
+        """There is something to send, and more may follow in this turn of the loop."""
+        ...
+
+    def flush(self) -> None:
+        """Send what waits for the loop's next turn now, where that can be done."""
         ...
 
     async def say_the_rest(self, timeout_s: float) -> None:

@@ -13,10 +13,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from gateway.cli import listener as module
 from gateway.cli.listener import MAX_HEADER_BYTES, MAX_HEADERS, SLICE_BYTES, Listener, bind, url_of
 from gateway.cli.output import UserError
+from gateway.http.middleware import LAST
 
 
 async def hello(request: Request) -> JSONResponse:
@@ -216,6 +218,37 @@ async def test_a_peer_that_never_reads_loses_its_connection(monkeypatch: pytest.
             while listener.server_state.connections:
                 await asyncio.sleep(0.05)
     await listener.stop(force=True)
+
+
+async def test_the_last_request_of_a_turn_knows_that_it_is() -> None:
+    """Of those that one turn of the loop read, and alone."""
+    told: list[bool] = []
+
+    async def app(scope: Scope, _: Receive, send: Send) -> None:
+        last = scope["extensions"][LAST]
+        told.append(last())
+        await asyncio.sleep(0)
+        assert last()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    bound = bind("127.0.0.1", 0, "listen")
+    listener = Listener(app, bound)
+    host, port = url_of(bound).removeprefix("http://").split(":")
+    await listener.start()
+    try:
+        connections = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+        for together in (connections, connections[:1]):
+            told.clear()
+            for _, writer in together:
+                writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            for reader, _ in together:
+                assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+            assert told == [False] * (len(together) - 1) + [True]
+        for _, writer in connections:
+            writer.close()
+    finally:
+        await listener.stop(force=True)
 
 
 async def test_more_connections_than_allowed_get_503(url: str) -> None:

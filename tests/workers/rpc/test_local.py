@@ -441,6 +441,13 @@ async def test_what_is_sent_in_one_turn_goes_out_in_one_frame(serve_at: Serve, m
         client.send(one)
     await worker.until(lambda heard: len(heard) == 3)
     assert frames == [sent]
+    frames.clear()
+    for one in (Generate("c", [1], 1), Cancel("c")):
+        client.send(one)
+        client.flush()
+    client.flush()
+    await worker.until(lambda heard: len(heard) == 5)
+    assert frames == [[Generate("c", [1], 1)], [Cancel("c")]]
     await client.close()
 
 
