@@ -31,6 +31,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from gateway.cli.cycle import Cycle
 from gateway.cli.output import UserError
 from gateway.http.middleware import GONE, LAST
 
@@ -234,6 +235,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] in ("1.0", "0.9"):
             app = _ended_by_close(app, cycle)
+        cycle.__class__ = Cycle
         super()._start_asgi_task(cycle, app)
         self._begun.begins(self.loop)
 
