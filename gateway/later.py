@@ -9,11 +9,8 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from prometheus_client import Metric
-from prometheus_client.registry import Collector
 
 from policies.types import Charge
 
@@ -24,8 +21,8 @@ BookService = Callable[[str, str, Mapping[str, int]], None]
 """Tenant, class, tokens by kind."""
 
 
-class Later(Collector):
-    """Notes of one gateway. To the registry a collector without series of its own, which is asked before the others."""
+class Later:
+    """Notes of one gateway."""
 
     def __init__(self, book_service: BookService) -> None:
         self._book_service = book_service
@@ -52,8 +49,3 @@ class Later(Collector):
         while charges:
             (tenant, service_class), charged = charges.popitem()
             self._book_service(tenant, service_class, charged)
-
-    def collect(self) -> Iterable[Metric]:
-        """Nothing, but the others are complete now."""
-        self.book()
-        return ()

@@ -20,6 +20,7 @@ from typing import Generic, Protocol, TypeVar
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from gateway.gauges import BuildInfo, GaugeCollector, ServiceWindow, Source
 from gateway.later import Later
@@ -93,6 +94,18 @@ class Children(Generic[M]):
         return child
 
 
+class _Booking(Collector):
+    """To the registry a collector without series of its own: what it is asked before is complete."""
+
+    def __init__(self, later: Later) -> None:
+        self._later = later
+
+    def collect(self) -> Iterable[prometheus_client.Metric]:
+        """Nothing."""
+        self._later.book()
+        return ()
+
+
 class Metrics:
     """All metrics of one gateway process."""
 
@@ -107,7 +120,7 @@ class Metrics:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # the library's only switch for the `_created` twin of each series
         self.registry = CollectorRegistry()
         self._later = Later(self._book_service)
-        self.registry.register(self._later)  # before all others: what they say is complete then
+        self.registry.register(_Booking(self._later))  # before all others: what they say is complete then
         self._workers = Names(room=256)
         self._reasons = Names(room=64)
         self._policies = Names(room=64)
