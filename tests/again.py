@@ -4,13 +4,18 @@ Rules
 - Once, from the ground up: every fixture is torn down before, shared ones too.
 - Only tests in ``PLACES`` whose module reaches for something in ``REAL``: they depend on what else the machine does;
   on two busy cores a pause of a second is nobody's fault. A test that computes is never run again.
+- What the failed try left open is freed before the second one: found later it would fail whatever test runs then.
 - Nothing is hidden. The first failure is printed whole under "failed, then passed", and the last line counts it. One
   that appears there often has a bound that is too short, or meets a race of ours: it is to be mended.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import sys
 import traceback
+import warnings
 from typing import Any
 
 import pytest
@@ -59,6 +64,7 @@ def protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         for report in failed:
             report.outcome = AGAIN  # type: ignore[assignment]
             item.ihook.pytest_runtest_logreport(report=report)
+        _free_what_it_left()
         item._initrequest()  # type: ignore[attr-defined]
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
     for report in reports:
@@ -74,6 +80,16 @@ def _end_fixtures(item: pytest.Item) -> list[tuple[str, str]]:
     except (Exception, pytest.fail.Exception):
         return [("teardown of shared fixtures", traceback.format_exc())]
     return []
+
+
+def _free_what_it_left() -> None:
+    """Sockets that its frames hold, and files: pytest keeps the traceback until the next test begins."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        with contextlib.suppress(AttributeError):
+            delattr(sys, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
 
 
 def status(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
