@@ -63,6 +63,7 @@ NO_SWITCHES: Mapping[str, str] = {
     **dict.fromkeys(("max_adapters", "max_adapter_rank"), "a bound of adapters"),
     **dict.fromkeys(("threads", "cores", "allocator", "seed"), "of the process"),
     "transfer": "numbers of role",
+    "fold_weights": "how bfloat16 weights lie in memory; the same numbers in the same order, tested bit by bit",
     "weight_calibration": "how weight_dtype=int4 rounds when it is loaded; the same format and kernels",
     "rank_timeout_s": "a bound of tensor_parallel and pipeline_parallel",
 }

@@ -312,7 +312,10 @@ def _native(
 ) -> _Made:
     cache = NativeCache(config, budget.blocks, engine.block_size, dtype, engine.kv_dtype, tables)
     low = low_width(engine.max_adapter_rank) if engine.adapter_room else 0
-    decoder = NativeDecoder(config, weights, max_context, cache, dtype, torch.get_num_threads(), low_width=low)
+    threads = torch.get_num_threads()
+    decoder = NativeDecoder(
+        config, weights, max_context, cache, dtype, threads, low_width=low, folds=engine.fold_weights
+    )
     return _Made(NativeRunner(decoder, cache), decoder.weight_bytes(), f"native ({decoder.isa})", budget)
 
 

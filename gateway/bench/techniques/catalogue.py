@@ -38,8 +38,16 @@ def _far(setting: str) -> speed.Speed:
     return speed.Speed(settings, speed.far, speed.kept, 8, figure="itl_p50_ms", unit=unit, about="long contexts")
 
 
+PLAIN = ("fold_weights=false",)
+"""Weights as the model has them: what other forms of weights are held against, folded ones too."""
+
+
 def _weights(setting: str, concurrency: int) -> speed.Speed:
-    return speed.Speed((f"weight_dtype={setting}",), speed.numbers, speed.weights, concurrency)
+    return speed.Speed((f"weight_dtype={setting}",), speed.numbers, speed.weights, concurrency, off=PLAIN)
+
+
+def _folded(concurrency: int) -> speed.Speed:
+    return speed.Speed(("fold_weights=true",), speed.numbers, speed.folded, concurrency, off=PLAIN)
 
 
 def _draft(lab: Lab) -> Found:
@@ -69,6 +77,8 @@ TECHNIQUES: Mapping[str, Technique] = {
     "kv_dtype fp8": _kept("fp8"),
     "kv_dtype int8, long contexts": _far("int8"),
     "kv_dtype fp8, long contexts": _far("fp8"),
+    "fold_weights, 1 running": _folded(1),
+    "fold_weights, 8 running": _folded(8),
     "weight_dtype int8, 1 running": _weights("int8", 1),
     "weight_dtype int8, 32 running": _weights("int8", 32),
     "weight_dtype int4, 1 running": _weights("int4", 1),

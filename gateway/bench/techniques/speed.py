@@ -166,6 +166,19 @@ def weights(off: Side, on: Side) -> tuple[bool, dict[str, Any]]:
     return after < before, {"weights": f"{before / 1e6:.0f} to {after / 1e6:.0f} MB", "of them": _times(after, before)}
 
 
+def folded(off: Side, on: Side) -> tuple[bool, dict[str, Any]]:
+    """Bytes that the kernel reads of the weights."""
+    before, after = (side.engine.loaded.weight_bytes - _away(side) for side in (off, on))
+    return after < before, {"weights": f"{before / 1e6:.0f} to {after / 1e6:.0f} MB", "of them": _times(after, before)}
+
+
+def _away(side: Side) -> int:
+    from workers.model.native.runner import NativeRunner
+
+    runner = side.engine.loaded.runner
+    return runner.decoder.folded_away if isinstance(runner, NativeRunner) else 0
+
+
 def hits(_: Side, on: Side) -> tuple[bool, dict[str, Any]]:
     """Prompt tokens that were found."""
     return on.counted["cached"] > 0, {"cached tokens": on.counted["cached"]}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from gateway.bench.report import BenchError, Report
@@ -14,6 +15,7 @@ from gateway.bench.techniques import catalogue
 from gateway.bench.techniques.lab import Found
 from gateway.cli.commands import app
 from tests.gateway.harness import AUTH
+from tests.workers.model import tiny
 from workers.engine.tier_rates import Rates
 from workers.model import specimen
 
@@ -93,6 +95,22 @@ def test_a_model_with_windows_holds_less(model_dir: Path, tmp_path: Path) -> Non
     run = rows(config, tmp_path, "--only", "sliding windows")["sliding windows"]
     assert run["ratio"] < 0.5
     assert run["proof"]["windows"] == "64"
+
+
+@pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_bf16"), reason="weights are not folded elsewhere")
+def test_folded_weights_answer_the_same(tmp_path: Path) -> None:
+    """Other forms of weights are held against plain ones as well."""
+    source = tiny.write_directory(tiny.model(4, hidden_size=64, head_dim=16, intermediate_size=64), tmp_path / "m")
+    engine = {"dtype": "bfloat16", "blocks": 64, "threads": 1}
+    models = [{"name": "m", "source": str(source), "pools": [{"name": "p", "engine": engine}]}]
+    config = tmp_path / "folded.yaml"
+    config.write_text(json.dumps({"policies": {"auth": AUTH}, "tenants": [{"id": "a"}], "models": models}))
+    found = rows(config, tmp_path, "--only", "fold_weights, 1", "--only", "weight_dtype int8, 1")
+    folded = found["fold_weights, 1 running"]
+    assert folded["worked"]
+    assert folded["proof"]["equal answers"] == "2 of 2"
+    plain = folded["proof"]["weights"].split(" to ")[0]
+    assert found["weight_dtype int8, 1 running"]["proof"]["weights"].startswith(f"{plain} to ")
 
 
 @pytest.mark.long

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from tests.workers.model import tiny
 from tests.workers.model.native.by_hand import Kernel, ids, table
+from workers.config import EngineConfig
+from workers.model import loading
 from workers.model.native import pack
 from workers.model.native.build import load
+from workers.model.native.runner import NativeRunner
 
 pytestmark = pytest.mark.skipif(
     not torch.cpu.get_capabilities().get("avx512_bf16"), reason="needs an instruction that multiplies bfloat16"
@@ -98,3 +101,17 @@ def test_logits_have_the_same_bits(tmp_path: Path, ffn: int) -> None:
             chunk = (ids(count, count), 0, table(count, count))
             assert torch.equal(kernel.run(chunk), dense.run(chunk)), f"{count} rows"
             assert torch.equal(kernel.run(chunk, sampled=[count - 1]), dense.run(chunk, sampled=[count - 1]))
+
+
+def test_folding_can_be_left_out(tmp_path: Path) -> None:
+    """By configuration; what is planned and told of weights counts two bytes either way."""
+    directory = tiny.write_directory(tiny.model(4, hidden_size=64, head_dim=16, intermediate_size=64), tmp_path)
+    away, told = [], set()
+    for folds in (True, False):
+        settings = {"device": "cpu", "dtype": "bfloat16", "blocks": 8, "threads": 1, "fold_weights": folds}
+        made = loading.load(directory, EngineConfig.model_validate(settings))
+        assert isinstance(made.runner, NativeRunner)
+        away.append(made.runner.decoder.folded_away)
+        told.add(made.weight_bytes)
+    assert away[0] > 0 == away[1]
+    assert len(told) == 1
