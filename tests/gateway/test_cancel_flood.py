@@ -18,7 +18,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 REQUESTS = 400
 SEED = 7
 LEAVE = 0.6
-ECHO = Echo(step_s=0.002)
+ECHO = Echo(step_s=0.005)
+"""So slow that those who stay ask for twice what there is, whatever leaves beside them."""
 SETTINGS: dict[str, Any] = {
     "models": [pool(max_running=4, blocks=128)],
     "policies": {"admission": {"use": "bounded", "with": {"max_queued": 40, "max_queued_per_tenant": 30}}},

@@ -401,14 +401,15 @@ TYPES: dict[type, set[str]] = {
         "forebay.preempt.blocks_freed", "forebay.usage.prompt", "forebay.usage.cached", "forebay.usage.output",
         "forebay.usage.refunded", "gen_ai.request.max_tokens", "gen_ai.usage.input_tokens",
         "gen_ai.usage.output_tokens", "gen_ai.usage.cache_read.input_tokens",
+        "forebay.step.batch_size", "forebay.step.prefill_tokens", "forebay.step.decode_tokens",
     },
     float: {
         "forebay.queue.weight", "forebay.queue.wait_ms", "forebay.queue.virtual_start", "forebay.itl_p50_ms",
         "forebay.itl_p99_ms", "forebay.itl_max_ms", "forebay.gap_ms", "forebay.quota.retry_after_ms",
         "forebay.admission.predicted_wait_ms", "gen_ai.request.temperature", "gen_ai.request.top_p",
-        "gen_ai.response.time_to_first_chunk",
+        "gen_ai.response.time_to_first_chunk", "forebay.step.kv_used_ratio", "forebay.step.run_ms",
     },
-    bool: {"forebay.stream", "forebay.recompute", "gen_ai.request.stream"},
+    bool: {"forebay.stream", "forebay.recompute", "forebay.step.slow", "gen_ai.request.stream"},
     list: {"forebay.queue.waited_behind", "forebay.finish", "gen_ai.response.finish_reasons"},
 }  # fmt: skip
 
