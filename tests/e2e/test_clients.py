@@ -153,18 +153,23 @@ def test_tokens_are_counted_as_a_chat_counts_them(server: Server) -> None:
     assert "What is the capital of France?<|im_end|>" in text["prompt"]
 
 
-@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
-def test_langchain(server: Server, responses: bool) -> None:
-    model = ChatOpenAI(
+def langchain(server: Server, responses: bool, most: int) -> ChatOpenAI:
+    """Of the tenant ``search``, by one of the two APIs."""
+    return ChatOpenAI(
         base_url=server.info["base_url"],
         api_key=SecretStr(token("search")),
         model=MODEL,
         temperature=0,
-        max_completion_tokens=24,
+        max_completion_tokens=most,
         max_retries=0,
         stream_usage=True,
         use_responses_api=responses,
     )
+
+
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_langchain(server: Server, responses: bool) -> None:
+    model = langchain(server, responses, 24)
     whole = model.invoke("What is the capital of France?")
     assert "Paris" in whole.text
     assert whole.usage_metadata is not None
@@ -177,15 +182,7 @@ def test_langchain(server: Server, responses: bool) -> None:
 @pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
 def test_langchain_calls_tools_and_parses(server: Server, responses: bool) -> None:
     """A call there and back, and an answer as an object, in the forms that it sends them in."""
-    model = ChatOpenAI(
-        base_url=server.info["base_url"],
-        api_key=SecretStr(token("search")),
-        model=MODEL,
-        temperature=0,
-        max_completion_tokens=80,
-        max_retries=0,
-        use_responses_api=responses,
-    )
+    model = langchain(server, responses, 80)
     asked = HumanMessage("What is the capital of France?")
     called = model.bind_tools([Capital], tool_choice="Capital").invoke([asked])
     [call] = called.tool_calls
